@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 COUNTS = ROOT / "tests" / "docs" / "style_counts.json"
 #: Words that a reader stumbles over, and phrases in which a noun is missing.
 AVOIDED = re.compile(
-    r"\b(anew|lest|nobody|no say|comes by|comes to|whereof|thereof|of late|likewise\.)",
+    r"\b(?:(?:anew|lest|nobody|no say|comes by|comes to|whereof|thereof|of late)\b|likewise\.)",
     re.IGNORECASE,
 )
 MISSING_NOUN = re.compile(
@@ -41,7 +41,9 @@ FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
 PAGE_WORDS = 75_000
 #: Where a field of a kernel's header begins, and the fields that are lists of tags and names.
 _FIELD = re.compile(r"^ (?=[A-Z][\w ,]{3,11} {2,}\S|Differs from )", re.MULTILINE)
-_LISTS = ("Rounding", "Mirror", "Bound")
+#: Fields of an experiment's docstring: lists of items, between semicolons, and commands.
+_ITEMS = re.compile(r"^(?:Varies|Holds fixed|Measures|Beside|Timing|Expect|Run) +", re.MULTILINE)
+_LISTS = ("Rounding", "Mirror", "Bound", "Steps")
 #: How a page that a command writes begins, and text between marks that a command writes.
 GENERATED_PAGE = re.compile(r"Written by `?python -m ")
 _MARKED = re.compile(
@@ -70,6 +72,8 @@ def prose(path: Path) -> Iterator[str]:
         blocks = re.findall(r"(?:^[ \t]*//.*\n)+|//.*", text, re.MULTILINE)
         for block in blocks:
             fields = _FIELD.split(re.sub(r"^[ \t]*//", "", block, flags=re.MULTILINE))
+            if len(fields) == 1:  # no header: indented lines are formulas and layouts
+                fields = [re.sub(r"^ {3,}\S.*$", "", fields[0], flags=re.MULTILINE)]
             yield from (field for field in fields if not field.startswith(_LISTS))
 
 
@@ -86,13 +90,17 @@ def _of_python(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
-                if not re.search(r"^\s*>>>|^-+$| : ", paragraph, re.MULTILINE):
+                if paragraph.startswith("Varies "):
+                    fields = _ITEMS.split(re.sub(r"^Run .*", "", paragraph, flags=re.M | re.S))
+                    yield from (item for field in fields for item in field.split(";"))
+                elif not re.search(r"^\s*(?:>>>|\.\. math)|^-+$| : ", paragraph, re.MULTILINE):
                     yield re.sub(r"``?[^`]*``?", "X", paragraph)
     block: list[str] = []
     last = -1
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1 and block:
+            behind_code = not token.line.lstrip().startswith("#")
+            if block and (behind_code or token.start[0] != last + 1):
                 yield " ".join(block)
                 block = []
             block.append(token.string.lstrip("#: "))

@@ -3,8 +3,8 @@
 // Idea         S and P never leave the SM. A row keeps only its running maximum M and its sum l;
 //              alpha rescales its output when M grows.
 // Differs from attn_unfused: its three kernels are steps S3, S4 and S5 of one loop over keys.
-// Kept simple  float32 everywhere. S is a tile in shared memory that all threads access, so any two
-//              steps have a barrier between them, and one thread walks each row in S4.
+// Kept simple  float32 everywhere. S is a tile in shared memory that all threads access. So there
+//              is a barrier between any two steps. In S4 one thread walks each row.
 // Rounding     R2 FMA chain over HEAD_DIM, R3 softcap and bias, R4 exp2, R6 alpha, l and the FMA
 //              chain over keys, R7 times 1/l and store (cupyattn/kernels/numerics.py)
 // Mirror       cupyattn.reference.attention_mirror     Bound  cupyattn.bounds.attention

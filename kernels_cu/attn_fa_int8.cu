@@ -1,13 +1,12 @@
 // attn_fa_int8 -- fused attention with Q K^T on INT8 tensor cores.
 //
-// Idea         What is stored. Q and K are INT8 codes with a float scale per group of rows, so the
-//              first product is mma.m16n8k32 over integers: exact, twice the rate, half the bytes.
-//              The softmax saves no instruction, so it gains only the conversion of integers to
-//              floats: both scales are one factor of the exponent's fma.
+// Idea         Smaller operands. Q and K are INT8 codes with a float scale per group of rows. So
+//              the first product is mma.m16n8k32 over integers: exact, twice the rate, half the
+//              bytes. The softmax saves no instruction, so it gains only the conversion of integers
+//              to floats: both scales are one factor of the exponent's fma.
 // Differs from attn_fa_tc: S1 and S2 load codes and scales. S3 multiplies integers. S4 has a factor
 //              for a row and the keys that share a scale. S6 adds the part of the keys' mean to
-//              lse. V stays in 16 bits, so S5 is that of fa_tc.
-//              (diff attn_fa_tc.cu attn_fa_int8.cu)
+//              lse. V stays in 16 bits, so S5 is as in fa_tc. (diff attn_fa_tc.cu attn_fa_int8.cu)
 // Kept simple  One indexing for every granularity: the scale of a row is scale[row / GROUP]. Zero
 //              points are subtracted from the integer product in S3, which stays an integer.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), of fine scales times K scale, and the
@@ -31,7 +30,7 @@
 
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row of V
 constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
-// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+// Resident blocks per SM: three, twelve warps whose waits overlap, if registers allow.
 constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
 struct SharedStorage {
@@ -241,7 +240,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
-      // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+      // Smoothing subtracted one number from every score of a row. O does not change, lse gets it
+      // back.
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;

@@ -30,7 +30,7 @@
 
 constexpr int CHUNKS = HEAD_DIM_PAD / 8;  // 16-byte chunks per row
 constexpr float LARGEST_SUM = 256.0f;     // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
-// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+// Resident blocks per SM: three, twelve warps whose waits overlap, if registers allow.
 constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
 struct SharedStorage {
@@ -124,7 +124,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_tc(
     }
 
     // S4 softmax
-    // NOTE: row0 is read again: a register kept for what follows from it spilled.
+    // NOTE: row0 is computed again, because a register kept for its results spilled.
     if (!scores.are_products(q0 + thread_id_anew() / WARP_SIZE * WARP_Q, WARP_Q, kv0, BLOCK_KV))
       scores.settle(S_acc, q0 + row0, kv0, [&](int r, int n, int i) {
         return NATURAL_SCORES ? S_acc[r][n][i] * p.scale : S_acc[r][n][i];  // R3

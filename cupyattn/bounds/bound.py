@@ -1,4 +1,4 @@
-"""What bounds are made of: `Bound`, and what exact attention makes of a block of scores."""
+"""Parts of bounds: `Bound`, and exact attention of a block of scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cupyattn.reference.exact import ScoreBlock, softmax_exact
 
 @dataclass(frozen=True, repr=False)
 class Bound:
-    """What an output may differ by, element by element.
+    """Bound of the error of an output, element by element.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ class Bound:
 
     Notes
     -----
-    +inf means that nothing is promised: a non-finite score or value, or a number that leaves the
-    range of its type. A row without keys has bound 0, for O = 0 and lse = -inf are exact.
+    +inf means that there is no bound: a score or value is not finite, or a number leaves the range
+    of its type. A row without keys has bound 0, for O = 0 and lse = -inf are exact.
     """
 
     terms: dict[str, Array]
@@ -48,7 +48,7 @@ class Bound:
 
 
 def _summary(name: str, bound: Array) -> str:
-    """Return the median and the largest of a bound in words, and how many are infinite."""
+    """Return median, maximum and number of infinite elements of a bound, in words."""
     xp = array_namespace(bound)
     finite = bound[xp.isfinite(bound)]
     words = "" if not finite.size else (
@@ -81,7 +81,7 @@ def empty(
 
 
 def assemble(terms: dict[str, Array], lse: Array) -> Bound:
-    """Merge the split heads; the bound's own float64 roundings are covered here."""
+    """Merge the split heads, and cover the float64 roundings of the bound itself."""
     return Bound({tag: merge_heads(t) * REFERENCE for tag, t in terms.items()}, merge_heads(lse))
 
 

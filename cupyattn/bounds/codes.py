@@ -1,8 +1,8 @@
-"""A certain bound for outputs whose P is codes: the codes are predicted, and few are in doubt.
+"""A certain bound for outputs whose P is codes: most codes are predicted, few are in doubt.
 
-The score of every key is known up to d_j, rounding is monotone, so a code lies between the
-roundings of the two ends of its weight's interval. Only codes whose ends differ are charged.
-Proofs are in docs/MATH_REFERENCE.md, §13.
+The score of every key is known up to d_j, which gives an interval of its weight. Rounding is
+monotone, so the code lies between the roundings of both ends. Only codes whose ends differ add to
+the bound. Proofs are in docs/MATH_REFERENCE.md, §13.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from cupyattn.reference.exact import ScoreBlock
 
 #: Products that one instruction over 8-bit floats adds to its accumulator.
 FP8_PRODUCTS = 32
-#: Values between which factors of codes are normal numbers, and sums in units of codes finite:
-#: channels whose largest value is less, or whose sum of magnitudes may be more, are left to J2.
+#: Between these limits, factors of codes are normal numbers and sums in units of codes are finite.
+#: J2 alone judges channels whose largest value is less or whose sum of magnitudes may be more.
 LEAST_VALUES, LARGEST_SUM = 2.0**-80, 2.0**100
-#: Rows whose denominators may lose more than this share are left to the other bound.
+#: Only the other bound judges rows whose denominators may lose more than this share.
 LARGEST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a kernel with codes of P returns, and how far from it a right output may be.
+    """The predicted output of a kernel with codes of P, and the bound of the distance to it.
 
     Parameters
     ----------
     o : (..., rows, head_dim) array
-        The output that predicted codes give, the mean of V included.
+        The output of the predicted codes, with the mean of V.
     bound : (..., rows, head_dim) array
-        Of |kernel - o|; +inf in rows that are left to the other bound.
+        Bound of |kernel - o|; +inf in rows that only the other bound judges.
     in_doubt : (..., rows) array
-        Codes whose two ends differ.
+        Number of codes whose two ends differ.
     """
 
     o: Array
@@ -68,11 +68,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Weights:
-    """Weights as their codes have them, relative to e^top: between least and most.
+    """Weights that the codes stand for, relative to e^top, between least and most.
 
-    least, most: (..., rows, steps, keys of a step); unit, unit_error: (..., rows, steps), what code
-    1 weighs and, in natural units, what the factor of a step may be off by; dropped: (..., rows),
-    units of O that shifts may drop.
+    Shapes: least, most (..., rows, steps, keys of a step), unit, unit_error (..., rows, steps),
+    dropped (..., rows). The weight of code 1 is `unit`, and `unit_error` bounds the error of a
+    step's factor, in natural units. Shifts may drop `dropped` units of O.
     """
 
     least: Array
@@ -82,7 +82,7 @@ class _Weights:
     dropped: Array
 
 
-@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # such rows are left to J2
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # J2 judges such rows
 def predict(
     block: ScoreBlock,
     score: Perturbed,
@@ -97,18 +97,18 @@ def predict(
     Parameters
     ----------
     block : ScoreBlock
-        With the values that the kernel sums, without their mean.
+        Has the values that the kernel sums, without their mean.
     score : Perturbed
-        Of the block.
+        Perturbations of the block's scores.
     n : Numerics
     tiles : Tiles
-        Those of the call: another ``block_kv`` predicts other codes.
+        Tiles of the call: another ``block_kv`` predicts other codes.
     common : float
         `Scaling.common`.
     mean : (..., 1, head_dim) array or None
-        Of V, as the kernel adds it.
+        Mean of V, as the kernel adds it.
     v_scale : (..., 1, head_dim) or (..., keys, head_dim) array or None
-        Of the channels of V where there are `Shifts`, by key where there are 8-bit floats.
+        Scales of V: by channel if there are `Shifts`, by key for 8-bit floats.
     """
     xp = array_namespace(block.S)
     cut = _Cut(block, score, tiles.block_kv)
@@ -204,7 +204,7 @@ class _Cut:
         self.attended = self.tiled(block.admitted, False).any(axis=-1)
         self.S = self.tiled(xp.where(near, block.S, NEG_INF), NEG_INF)
         known = self.tiled(score.r2 + score.r3, 0.0)
-        #: Largest score of a step, -inf without keys; and what R2 and R3 may do to it.
+        #: Largest score of a step, -inf without keys, and the bound of its change by R2 and R3.
         self.m = self.S.max(axis=-1)
         self.has_keys = self.m > NEG_INF
         self.m_finite = xp.where(self.has_keys, self.m, self.top[..., 0])
@@ -239,14 +239,14 @@ class _Cut:
     def truncated(
         self, middle: Array, radius: Array, unit: Array, v: Array, v_scale: Array, by_step: Array
     ) -> tuple[Array, Array]:
-        """Center and bound what tensor cores cut off sums of 8-bit floats [L66].
+        """Return centre and radius of the loss of tensor cores in sums of 8-bit floats [L66].
 
-        An addend of an instruction, its accumulator among them, loses less than one unit, toward
-        zero: what products lose has the sign of their values. The unit is 2^-13 of 2 to the largest
-        exponent, that of a product being the sum of its codes' exponents, and so is that of the sum
-        by its own. `unit` (..., rows, steps) and `v_scale` are what code 1 weighs; a step has one
-        scale of V. `by_step` (..., steps, rows, 1) is what factors of steps are off by. Returns two
-        (..., rows, head_dim) arrays.
+        Each addend of an instruction, the accumulator included, loses less than one unit, toward
+        zero. So the loss of a product has the sign of its value. The unit is 2^-13 of 2 to the
+        largest exponent. A product's exponent is the sum of its codes' exponents. The sum's unit
+        is 2^-13 of 2 to its own exponent. `unit` (..., rows, steps) and `v_scale` are the
+        weights of code 1; a step has one scale of V. `by_step` (..., steps, rows, 1) bounds the
+        errors of steps' factors. Returns two (..., rows, head_dim) arrays.
         """
         xp, each = self.xp, self.block_kv // FP8_PRODUCTS
         if self.block_kv % FP8_PRODUCTS:
@@ -281,7 +281,8 @@ class _Cut:
         growth = (1 + (FP8_PRODUCTS + 3) * FP8_ROUNDOFF) ** (each + 1)
         lost = (FP8_PRODUCTS + 1) * FP8_ROUNDOFF * xp.maximum(product, before) + of_sums
         at_most = growth * lost.sum(axis=-3)
-        # Of a sum code 1 weighs what those of both operands weigh, (..., steps, 1, rows, head_dim).
+        # Weight of code 1 in a sum: the product of both operands' weights, (..., steps, 1, rows,
+        # head_dim).
         of_v = self.groups(v_scale, self.block_kv)[..., :1, :]
         of_both = (xp.swapaxes(unit, -1, -2)[..., None] * of_v)[..., None, :, :]
         before = power_below(before + at_most[..., None, :, :], of_both)
@@ -370,12 +371,12 @@ def _shifted(cut: _Cut, score: Perturbed, by: Shifts, common: float, pieces: boo
         two = (apart > 0)[..., None]
         least = xp.where(two, xp.minimum(least, other[0]), least)
         most = xp.where(two, xp.maximum(most, other[1]), most)
-        # Of more than two any may be M: no code is off by more than the largest unit.
+        # Any of more than two candidates may be M: no code errs by more than the largest unit.
         many = (apart > 1)[..., None]
         unit, W = xp.exp2(high - top)[..., None], xp.exp(cut.S - cut.top)
         least = xp.where(many, xp.maximum(W * xp.exp(-doubt) - unit, 0.0), least)
         most = xp.where(many, W * xp.exp(doubt) + xp.minimum(0.5 * unit, W * xp.exp(doubt)), most)
-    # NOTE: keys far below count here: of a negative O a floor leaves -1, whatever it was.
+    # NOTE: keys far below count here: the floor of a tiny negative O is -1.
     begun = cut.attended.cumsum(axis=-1) > 0  # before that O is 0
     rises = (high[..., 1:] > low[..., :-1]) & begun[..., :-1]
     units = xp.where(rises, xp.exp2(high[..., 1:] - top), 0.0)
@@ -387,8 +388,8 @@ def _exponents(
 ) -> tuple[Array, Array]:
     """Return the least and the largest M of each step [L65]: (..., rows, steps).
 
-    `doubt` (..., rows) bounds what the logarithm of any weight may be off by. In pieces the
-    recurrence begins at any step.
+    `doubt` (..., rows) bounds the error of the logarithm of any weight. With pieces, the recurrence
+    may begin at any step.
     """
     xp = cut.xp
     y = cut.m_finite * LOG2E

@@ -1,6 +1,6 @@
-"""How far a kernel of another library may be from exact attention, by what it is said to round.
+"""Bound of the error of another library's kernel, from the roundings that its documents name.
 
-Nothing here knows its tiles or the order of its operations, so every usual one is charged:
+Its tiles and its order of operations are unknown, so the bound covers every usual one.
 docs/MATH_REFERENCE.md, §14, proves the formulas.
 """
 
@@ -41,28 +41,28 @@ from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 #: The terms of `bound_foreign`, in the order in which a kernel rounds.
 TERMS = ("R1", "R2", "R3", "R4", "R5", "R6", "R7")
-#: Roundoff [L71] [L73] of one step of a sum, truncated or not. "fp22" is what tensor cores make of
-#: 8-bit floats.
+#: Roundoff [L71] [L73] of one step of a sum, truncated or not. "fp22" is the tensor cores'
+#: accumulator of 8-bit floats.
 ACCUMULATORS = {"float32": TENSOR_CORE_ROUNDOFF, "float16": 2.0**-10, "fp22": FP8_ROUNDOFF}
 #: Error of a code [L70], relative to its number and to the largest number that shares its scale.
 CODES = {"int8": (0.0, 1 / 254), "e4m3": (2.0**-4, 2.0**-10 / 448)}
-#: Factor by which a scale of codes may exceed what the largest number asks for [L70].
+#: Factor by which a scale of codes may exceed the scale that the largest number needs [L70].
 SCALE_SLACK = 1.0 + 2.0**-6
-#: Roundoff of P [L73] and half its smallest number, where its largest weight is 1. Codes of P reach
-#: 256 at least.
+#: Roundoff of P [L73] and half its smallest number, if its largest weight is 1. The largest code of
+#: P is at least 256.
 OPERANDS = {
     "float32": (0.0, 0.0),
     "float16": (UNIT_ROUNDOFF["float16"], HALF_SUBNORMAL["float16"]),
     "bfloat16": (UNIT_ROUNDOFF["bfloat16"], HALF_SUBNORMAL["bfloat16"]),
     "e4m3": (2.0**-4, 2.0**-10 / 256),
 }
-#: Keys of a step, at least, where nothing else is known of the order of keys.
+#: Least number of keys of a step, if the order of keys is unknown.
 LEAST_STEP = 16
-#: Slices of the keys whose results are merged, at most, where they may be split.
+#: Largest number of slices of the keys whose results are merged, if keys may be split.
 MOST_SLICES = 128
-#: Everything below this may be flushed to zero [L73]: numbers, weights, products.
+#: Numbers, weights and products below this may be flushed to zero [L73].
 FLUSH = 2.0 * EX2_FLUSH
-#: Roundings [L71] [L74] of scales, biases and divisions that a kernel may add where it likes.
+#: Roundings [L71] [L74] of scales, biases and divisions that a kernel may add anywhere.
 ROUNDINGS = 8
 #: Roundings of the argument of an exponential [L72], each of the largest score.
 ARGUMENT_ROUNDINGS = 10
@@ -76,14 +76,14 @@ LOG_ERROR = 2.0**-20
 
 
 def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = None) -> Bound:
-    """Bound what a kernel of another library does to the caller's operands.
+    """Bound the error of another library's kernel for the caller's operands.
 
     Parameters
     ----------
     received : KernelCall
-        Of arrays; the rung that it names is not looked at.
+        A call with arrays. Its rung is ignored.
     n : Numerics
-        With `Foreign`.
+        Must have `Foreign`.
     rows : 1-D integer array, optional
         Query rows to look at.
 
@@ -95,7 +95,7 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
     Raises
     ------
     ValueError
-        For operands that are quantised already.
+        If the operands are already quantised.
     """
     f = n.foreign
     if f is None:
@@ -119,7 +119,7 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of split heads: the largest magnitudes that share a scale, and the mean of the keys.
+    """Largest magnitudes that share a scale, and the mean of the keys, of split heads.
 
     Shapes (batch, heads_kv, group, 1, 1), and (batch, heads_kv, 1, 1, head_dim) of the mean.
     """
@@ -133,7 +133,7 @@ class _Sizes:
 def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
     """Return the largest magnitudes of a head of Q, K and V, or of all for 8-bit floats [L70].
 
-    Those of K are of K and of K without its mean, whichever is larger: kernels may subtract it.
+    K may lose its mean before it is quantised, so its entry is the larger of both cases.
     """
 
     def largest(x: Array, codes: str | None) -> Array:
@@ -141,7 +141,7 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
         over = xp.zeros((*x.shape[:2], 1, 1))
         if codes is None or x.size == 0:
             return over
-        # NOTE: one number that is not finite spoils the scale of all that share it.
+        # NOTE: one number that is not finite spoils the scale of all numbers that share it.
         over = xp.where(xp.isfinite(x), xp.abs(x), xp.inf).max(axis=(-2, -1), keepdims=True)
         return xp.zeros_like(over) + over.max() if codes == "e4m3" else over
 
@@ -163,7 +163,7 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
 
 
 def _code_error(magnitude: Array, largest: Array, codes: str | None) -> Array:
-    """Bound how far a code may be from its number [L70]."""
+    """Bound the error of a code [L70]."""
     if codes is None:
         return array_namespace(magnitude).zeros_like(magnitude)
     relative, absolute = CODES[codes]
@@ -172,7 +172,7 @@ def _code_error(magnitude: Array, largest: Array, codes: str | None) -> Array:
 
 
 def _scaling_error(size_q: Array, f: Foreign, sigma: float) -> Array:
-    """Bound what storing Q times the scale costs Q [L71]; 0 where the scores are scaled."""
+    """Bound the error of storing Q times the scale [L71]; 0 if the scores are scaled."""
     if f.scaled_q is None:
         return array_namespace(size_q).zeros_like(size_q)
     return UNIT_ROUNDOFF[f.scaled_q] * size_q + HALF_SUBNORMAL[f.scaled_q] / sigma
@@ -246,7 +246,7 @@ def _block_bound(
         r3 = r3 + f.tanh * (unbiased + r1 + r2 + r3) + TANH_ERROR * softcap
     r3 = r3 * REFERENCE
 
-    # Every exponential on a weight's way [L72], at each step at which the maximum may rise.
+    # All exponentials that multiply a weight [L72], at each step at which the maximum may rise.
     known = xp.where(admitted, r1 + r2 + r3, 0.0)
     rises_after, rises = _rises(S, known, admitted, f)
     counts = admitted & (S + known >= top[..., None] - FAR_BELOW)

@@ -1,15 +1,14 @@
-"""How far a kernel may be from exact attention: element-wise a-priori bounds, in float64.
+"""Element-wise a-priori bounds of the error of a kernel against exact attention, in float64.
 
-`attention` bounds what the kernel itself may do to the operands that it received (judgement J2,
-rounding points R2 to R7); `quantisation` bounds what INT8 operands may do to the caller's arrays
-(J3, R1). Both are computed from the actual inputs and scales, never from an output, on whichever
-kind of array they are given.
+`attention` bounds the error of the kernel itself for the operands that it received (judgement J2,
+rounding points R2 to R7). `quantisation` bounds the error of INT8 operands against the caller's
+arrays (J3, R1). Both are computed from the actual inputs and scales, never from an output, on NumPy
+or CuPy arrays.
 
-Every formula is proved in docs/MATH_REFERENCE.md: [L33] and the like are its lemmas. In
-short: all that happens to the scores is collected into one number d_j per score, a bound of the
-perturbation of the score that the kernel in effect used (R2, R3, R4). `softmax_perturbation` turns
-d into a bound on the output. The roundings of P, of the two sums and of the result (R5, R6, R7)
-follow as factors 1 + theta.
+Every formula is proved in docs/MATH_REFERENCE.md: [L33] and the like are its lemmas. In short: one
+number d_j per score bounds all perturbations of the score (R2, R3, R4). `softmax_perturbation`
+turns d into a bound on the output. The roundings of P, of the two sums and of the result (R5, R6,
+R7) follow as factors 1 + theta.
 """
 
 from __future__ import annotations
@@ -58,26 +57,26 @@ def attention(
     Parameters
     ----------
     q : (batch, heads, len_q, head_dim) array or None
-        float16, bfloat16 or float32. Not looked at where `quantized` is given.
+        float16, bfloat16 or float32. Ignored if `quantized` is given.
     k, v : (batch, heads_kv, len_kv, head_dim) array or None
-        Of the same type.
+        Same type as q.
     variant : str
-        The rung; it gives `numerics` and `tiles` where they are not given.
+        The rung. It determines `numerics` and `tiles` if they are omitted.
     numerics : Numerics, optional
-        Where the kernel rounds, and to what: all that the bound knows of a kernel.
+        Rounding points and types of the kernel. The bound uses nothing else of it.
     tiles : Tiles, optional
-        Block sizes; only ``block_kv`` counts, the keys between two rescalings.
+        Block sizes. Only ``block_kv`` matters, the number of keys between two rescalings.
     form : {"portable", "sm90", "split"}, optional
         Form of the kernel. When omitted, and `numerics` with it, the bound is the widest of the
         forms that this version runs for such operands on any architecture.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
     rope, rope_interleaved, rope_offset_q
-        As for `cupyattn.attention`: the bound is about attention of the operands as the kernel
-        turns them, `cupyattn.problem.row_preparation.Rope.turned`. `rotation` bounds what that
-        rounds (R0).
+        As for `cupyattn.attention`. The bound refers to attention of the operands as the kernel
+        turns them, `cupyattn.problem.row_preparation.Rope.turned`. `rotation` bounds the rounding
+        of turning (R0).
     quantized : QuantizedQKV, optional
-        INT8 operands: the bound is then about attention of ``quantized.dequantize()``.
+        INT8 operands. The bound then refers to attention of ``quantized.dequantize()``.
 
     Returns
     -------
@@ -95,9 +94,9 @@ def attention(
 
     .. math:: fl\left(\frac{(1+ε_1)(1+ε_2)}{1+θ_l} \sum_j p'_j (1+ρ_j)(1+θ_j) v_j\right)
 
-    p' is a softmax of scores perturbed by R2, R3 and R4 (`softmax_perturbation`; its bound is
-    split among them in proportion to Σ p_j d_j); ρ is R5; θ and θ_l are R6; ε and the final
-    rounding are R7. Each bound is multiplied out, never cut at first order.
+    p' is a softmax of scores perturbed by R2, R3 and R4. The bound of `softmax_perturbation` is
+    split among them in proportion to Σ p_j d_j. R5 is ρ, R6 is θ and θ_l, and R7 is ε and the final
+    rounding. All products are multiplied out, without first-order approximation.
 
     Examples
     --------
@@ -120,7 +119,7 @@ def attention(
 def bound_kernel(
     received: KernelCall, *, rows: Array | None = None, numerics: Numerics | None = None
 ) -> Bound:
-    """Bound what a kernel does to the operands that it received.
+    """Bound the error of a kernel for the operands that it received.
 
     Parameters
     ----------
@@ -140,19 +139,19 @@ def bound_kernel(
 
 
 def predict_kernel(received: KernelCall, *, rows: Array | None = None) -> codes.Prediction:
-    """Predict the codes of P, and with them the output, of a kernel that has codes of P.
+    """Predict the codes of P and the output of a kernel with codes of P.
 
     Parameters
     ----------
     received : KernelCall
-        With the tiles of the call.
+        Has the tiles of the call.
     rows
         As for `attention`.
 
     Returns
     -------
     Prediction
-        Of shapes (batch, heads, len(rows), head_dim) and (batch, heads, len(rows)).
+        Arrays of shapes (batch, heads, len(rows), head_dim) and (batch, heads, len(rows)).
     """
     (q, k, v), shared = taken_by(received)
     n, tiles = shared.n, shared.tiles
@@ -188,7 +187,7 @@ def _may_cut(kernel: Kernel) -> bool:
 def taken_by(
     received: KernelCall, numerics: Numerics | None = None
 ) -> tuple[tuple[Array, Array, Array], Shared]:
-    """Return q, k and v as a kernel multiplies and sums them, and what its bounds share.
+    """Return q, k and v as a kernel multiplies and sums them, and the values that its bounds share.
 
     Parameters
     ----------
@@ -245,10 +244,10 @@ def _scales_by_key(quantized: Any, block: ScoreBlock) -> Array:
 def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     """Return the operands that an INT8 kernel multiplies: dequantised, in float64, without mean.
 
-    Any mean will do [L17], so one that pruning hands on, too [L53].
+    Any mean is valid [L17], also the mean that pruning passes on [L53].
 
-    The mean that smoothing took from the keys shifts all scores of a row by sigma q.mean; the
-    kernel gives it back to lse alone.
+    The mean that smoothing subtracted from the keys shifts all scores of a row by sigma q.mean. The
+    kernel adds this shift to lse alone.
     """
     check_one_sequence(quantized)
     q, k, v = replace(quantized, k_mean=None, as_given=as_it_is).dequantize("float64")

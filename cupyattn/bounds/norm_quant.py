@@ -1,4 +1,4 @@
-"""How far codes of rows in front of a product may be from what they stand for."""
+"""Bound of the error of codes of normalised rows in front of a product."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ def norm_quant_error(x: Array, scales: Array, steps: RowSteps, vectors: Vectors)
     Parameters
     ----------
     x : array, (rows, channels)
-        Of a gated linear unit (rows, 2 channels).
+        Shape (rows, 2 channels) for a gated linear unit.
     scales : array, (rows, 1) or (rows, blocks), float32
-        Those that were made.
+        Scales of the computed codes.
     steps : RowSteps
     vectors : Vectors
 
     Returns
     -------
     array, (rows, channels), float64
-        +inf where a number may leave the range of float32.
+        +inf if a number may leave the range of float32.
 
     Notes
     -----
-    :math:`E_y` bounds what is quantised, and a code adds :math:`\tfrac\lambda2 (1 + 2^{-15})`.
+    :math:`E_y` bounds the error of the quantised number, and a code adds :math:`\tfrac\lambda2 (1 +
+    2^{-15})`.
     """
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         y, error = as_float64(x), np.zeros(x.shape)
@@ -68,7 +69,7 @@ def norm_quant_error(x: Array, scales: Array, steps: RowSteps, vectors: Vectors)
 
 
 def _normalised(x: Float64, steps: RowSteps) -> tuple[Float64, Float64]:
-    """Return rows normalised exactly, and the error of that in float32 (N1, N2)."""
+    """Return rows normalised exactly, and the error of the same in float32 (N1, N2)."""
     channels = x.shape[-1]
     every = lanes_of(channels) * RUN
     adds = held_of(channels) // every + int(math.log2(every))
@@ -117,7 +118,7 @@ def _activated(y: Float64, error: Float64, activation: str) -> tuple[Float64, Fl
 
 
 def _spread(error: Float64, group: int) -> Float64:
-    """Return what the errors of a group add up to in each of its rotated channels."""
+    """Return the sum of a group's errors in each of its rotated channels."""
     rows, channels = error.shape
     parts = error.reshape(rows, group // RUN, channels // group, RUN)
     sums = parts.sum(axis=(1, 3), keepdims=True) / math.sqrt(group)

@@ -1,4 +1,4 @@
-"""The mathematics below the bounds: counted roundings, and a softmax whose scores are perturbed.
+"""The mathematics of the bounds: counted roundings, and a softmax with perturbed scores.
 
 Proofs are in docs/MATH_REFERENCE.md: a tag such as [L1] is the number of a lemma there.
 """
@@ -14,7 +14,7 @@ from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels.numerics import HALF_SUBNORMAL, UNIT_ROUNDOFF
 
-#: Perturbations of a score past this are worth no exponential: the total variation is 1.
+#: Largest perturbation of a score of which an exponential is taken: past it, total variation is 1.
 MAX_PERTURBATION = 300.0
 #: Elements of |v - o| held at a time: 2 MB stay in a cache.
 SPREAD_ELEMENTS = 2**18
@@ -60,12 +60,12 @@ def half_ulp(x: Array, fmt: str) -> Array:
     x : array
         Upper bounds of magnitudes, at least 0.
     fmt : {"float16", "bfloat16", "float32"}
-        float32 costs nothing: the accumulator has that type.
+        float32 has no error: the accumulator has that type.
 
     Notes
     -----
     [L2] u 2^floor(log2 x), but at least half a subnormal. The spacing of floating-point numbers
-    does not decrease with their magnitude, so an upper bound of the magnitude will do.
+    does not decrease with their magnitude, so an upper bound of the magnitude suffices.
 
     Examples
     --------
@@ -93,9 +93,9 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
     Returns
     -------
     array
-        0 where both agree, NaN included, and where the bound is infinite (nothing is promised);
-        +inf where a bound of 0 is missed, where `value` is NaN or infinite though a bound exists,
-        and where it is finite though `expected` is not.
+        0 if both agree, NaN included, or the bound is infinite. +inf if a bound of 0 is missed, if
+        `value` is NaN or infinite though a bound exists, or if it is finite though `expected` is
+        not.
 
     Examples
     --------
@@ -117,14 +117,14 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
 def softmax_perturbation(
     P: Array, d: Array, v: Array, o: Array
 ) -> tuple[Array, Array, Array, Array]:
-    r"""Return what perturbed scores may do to a softmax and to its weighted mean.
+    r"""Bound the effect of perturbed scores on a softmax and on its weighted mean.
 
     Parameters
     ----------
     P : (..., rows, keys) array
-        Probabilities; 0 where a key is masked, and only there.
+        Probabilities; 0 for masked keys, and only for them.
     d : (..., rows, keys) array
-        Bounds of the scores' perturbations, natural units; a shift common to a row is free.
+        Bounds of the scores' perturbations, natural units, apart from a shift common to a row.
     v : (..., keys, head_dim) array
         Values, finite.
     o : (..., rows, head_dim) array
@@ -139,7 +139,7 @@ def softmax_perturbation(
     delta_lse : (..., rows) array
         Bound of the change of log Σ exp(s_j).
     Z_minus : (..., rows) array
-        Σ p_j exp(-d_j), a lower bound of what the sum of exponentials is multiplied by.
+        Σ p_j exp(-d_j), a lower bound of the factor by which the sum of exponentials changes.
 
     Notes
     -----
@@ -170,7 +170,7 @@ def softmax_perturbation(
     Z_minus = xp.where(Z_minus > 0, Z_minus, 1.0)  # a row without keys
     Z_plus = raised.sum(axis=-1)
     weights = xp.stack([P, P * xp.expm1(clipped) / Z_minus[..., None]], axis=-2)
-    # NOTE: o itself is rounded; exp(d) may blow up what that does to |v - o|. One key is exact.
+    # NOTE: o is rounded, and exp(d) may amplify the effect on |v - o|. One key is exact.
     keys = (P > 0).sum(axis=-1)
     rounded = gamma(xp.where(keys > 1, keys + 8, 0), UNIT_ROUNDOFF["float64"])
     rounded = rounded[..., None] * (P @ xp.abs(v))
@@ -188,7 +188,7 @@ def softmax_perturbation(
 
 
 def weight_shift(P: Array, P_plus: Array, d: Array, delta_lse: Array) -> Array:
-    r"""Bound ``|p'_j - p_j|``, what perturbed scores may do to each probability [L5].
+    r"""Bound ``|p'_j - p_j|``, the effect of perturbed scores on each probability [L5].
 
     Parameters
     ----------
@@ -215,17 +215,16 @@ def weight_shift(P: Array, P_plus: Array, d: Array, delta_lse: Array) -> Array:
 
 
 def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Array:
-    """R5, R6: bound the relative error of l as a column of P.V [L36]: that of a V of one number,
-    divided out.
+    """R5, R6: bound the relative error of l as a column of P.V with V = 1 [L36].
 
     Parameters
     ----------
     P_plus, rho : (..., rows, keys) array
-        Bounds of the perturbed probabilities, and of what rounding does to each.
+        Bounds of the perturbed probabilities, and of the rounding error of each.
     theta : (..., rows) array
         Relative error of the sum.
     lost : (..., rows) array
-        What is flushed to zero or underflows.
+        Bound of the sum that is flushed to zero or underflows.
 
     Returns
     -------
@@ -238,23 +237,23 @@ def sum_of_operand(P_plus: Array, rho: Array, theta: Array, lost: Array) -> Arra
 
 
 def rounding_of_mean(rho: Array, v: Array, o: Array, delta_o: Array) -> tuple[Array, Array]:
-    r"""R5: bound what rounding weights does to a mean that is divided by their new sum [L56].
+    r"""R5: bound the error by rounded weights of a mean that is divided by their new sum [L56].
 
     Parameters
     ----------
     rho : (..., rows, keys) array
-        Bounds of what rounding does to each of the perturbed probabilities.
+        Bounds of the rounding error of each perturbed probability.
     v : (..., keys, head_dim) array
         Values, finite.
     o, delta_o : (..., rows, head_dim) array
-        The mean of exact probabilities, and a bound of how far that of the perturbed ones is off.
+        The mean by exact probabilities, and a bound of its change by the perturbations.
 
     Returns
     -------
     r5 : (..., rows, head_dim) array
     share : (..., rows) array
-        What the sum comes to at least, where that of the probabilities is 1. Where it comes to
-        nothing this is next to nothing.
+        Lower bound of the sum of rounded weights, if the probabilities sum to 1. It is tiny if the
+        sum may be 0.
 
     Notes
     -----
@@ -267,7 +266,7 @@ def rounding_of_mean(rho: Array, v: Array, o: Array, delta_o: Array) -> tuple[Ar
 
 
 def _spread(weights: Array, v: Array, o: Array) -> Array:
-    """Return sum_j weights_j |v_j - o|, a cache full of differences at a time.
+    """Return sum_j weights_j |v_j - o|, in blocks of differences that fit into a cache.
 
     weights: (..., rows, kinds, keys), v: (..., keys, head_dim), o: (..., rows, head_dim); the
     leading axes of v broadcast. Returns (..., rows, kinds, head_dim).

@@ -1,4 +1,4 @@
-"""What preparing Q and K may do to them, element by element (R0): norms and rotary embeddings."""
+"""Bounds of the error of preparing Q and K, element by element (R0): norms, rotary embeddings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def rotation(x: Array, rope: Rope, position: int) -> Array:
     x : (batch, heads, length, head_dim) array
         Q or K in float16, bfloat16 or float32, before it is turned.
     rope : Rope
-        The tables, which count as exact.
+        Its tables count as exact.
     position : int
-        Of row 0.
+        Position of row 0.
 
     Returns
     -------
     array, float64, shaped as x
-        +inf where the turned operand may leave the range of its type.
+        +inf if the turned operand may leave the range of its type.
 
     Notes
     -----
-    x c - y s meets two roundings of each product, :math:`((1 + u)^2 - 1)(|x c| + |y s|)`, what
-    underflows and the rounding to the storage type. Times σ and the other operand it perturbs the
-    scores as the codes of INT8 do (docs/MATH_REFERENCE.md [L12], [L18]).
+    x c - y s meets two roundings of each product, :math:`((1 + u)^2 - 1)(|x c| + |y s|)`,
+    underflow, and the rounding to the storage type. Times σ and the other operand it perturbs the
+    scores as INT8 codes do (docs/MATH_REFERENCE.md [L12], [L18]).
     """
     (x,) = operands(x=x)
     exact = as_float64(x)
@@ -53,22 +53,21 @@ def preparation(
     how : Preparation
         Weights and tables count as exact.
     q, k : array
-        The caller's.
+        The caller's operands.
     stored : bool
-        The operands are rounded to their storage type at the end, as all rungs but ``fa_int8``
-        take them.
+        Whether the operands are rounded to their storage type at the end, as for all rungs except
+        ``fa_int8``.
 
     Returns
     -------
     q, k : array, float64, shaped as the operands
-        +inf where a number may leave its range.
+        +inf if a number may leave its range.
 
     Notes
     -----
     A mean square of D numbers meets ``n = 6 + ceil(log2(D / 2))`` roundings, underflow included,
     its root's inverse :math:`(1 - γ_n)^{-1/2}(1 + u)/(1 - u)`, and the two products
-    :math:`(1 + u)^2`. What that leaves of error turns with the numbers. docs/MATH_REFERENCE.md
-    [L13].
+    :math:`(1 + u)^2`. The resulting error is turned with the numbers. docs/MATH_REFERENCE.md [L13].
     """
     found = []
     for i, x in enumerate(operands(q=q, k=k)):
@@ -95,7 +94,7 @@ def factor_error(head_dim: int) -> float:
 
 
 def _normalised(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
-    """Return rows normalised exactly, and the error of that in float32."""
+    """Return rows normalised exactly, and the error of the same in float32."""
     xp, head_dim = array_namespace(x), x.shape[-1]
     with np.errstate(invalid="ignore"):
         squares = (x * x).sum(axis=-1, keepdims=True)
@@ -108,7 +107,7 @@ def _normalised(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 
 
 def turned_errors(x: Array, error: Array, rope: Rope, position: int) -> tuple[Array, Array]:
-    """Return rows turned exactly, and the error of that in float32 where they have one already."""
+    """Return rows turned exactly, and the error of the same in float32, given a previous error."""
     xp = array_namespace(x)
     size, turned, carried = (xp.empty(x.shape, np.float64) for _ in range(3))
     cos, sin = (as_float64(table) for table in rope.angles(x.shape[2], position))
@@ -128,7 +127,7 @@ def turned_errors(x: Array, error: Array, rope: Rope, position: int) -> tuple[Ar
 
 
 def _rounded(x: Array, error: Array, dtype: str) -> Array:
-    """Return the error of numbers that are rounded to a type with one already; +inf past it."""
+    """Return the error after rounding to a type, given a previous error; +inf past its range."""
     xp = array_namespace(x)
     size = xp.abs(x)
     with np.errstate(invalid="ignore"):

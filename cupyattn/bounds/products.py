@@ -40,7 +40,7 @@ def gemm_error(
     outliers: tuple[Array, Array] | None = None, residual: Array | None = None,
     gate: Array | None = None,
 ) -> Float64:  # fmt: skip
-    """Return how far each element of a computed product may be from `gemm_exact`.
+    """Bound the error of each element of a computed product against `gemm_exact`.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def gemm_error(
     Returns
     -------
     array, (m, n), float64
-        +inf where the result may leave the range of `out_dtype`.
+        +inf if the result may leave the range of `out_dtype`.
 
     Notes
     -----
@@ -90,7 +90,7 @@ def gemm_error(
             error = error + U * (np.abs(c) + error)  # G3
         error = error * REFERENCE
         if activation in GLU:
-            # Past float32 a sum is infinite, and may be multiplied by 0.
+            # A sum past float32 is infinite, and may be multiplied by 0.
             error = np.where(np.abs(c) + error <= FINITE_MAX["float32"], error, np.inf)
             gates, of_gates = (gate_and_other(x, activation)[0] for x in (c, error))
             own = ACTIVATION_ERROR * (np.abs(gates) + of_gates) + ACTIVATION_TINY  # G4
@@ -103,7 +103,7 @@ def gemm_error(
             c = activate(c, activation)
         if residual is not None:
             factor = 1.0 if gate is None else as_float64(by_row(gate, len(c)))
-            # Past float32 the product is infinite, whatever it is multiplied by.
+            # A product past float32 is infinite, whatever its factor.
             error = np.where(np.abs(c) + error <= FINITE_MAX["float32"], error, np.inf)
             c, error = as_float64(residual) + factor * c, np.abs(factor) * error
             error = (error + U * (np.abs(c) + error) + TINY) * REFERENCE  # G6
@@ -126,7 +126,7 @@ def affine_error(
     Notes
     -----
     The product without zero points errs by `gemm_error` in float32. The multiple of the exact sums
-    of codes meets four roundings, the subtraction and the bias one each, and the store its own.
+    of codes has four roundings. The subtraction, the bias and the store add one each.
     """
     product = gemm_error(a, a_scales, b, b_scales, "float32")
     dot, of_zeros = (x.astype(np.float64) for x in (a, b_zeros))
@@ -146,7 +146,7 @@ def affine_error(
 
 
 def gated_error(x: Float64, error: Float64, activation: str, own: Array = 0.0) -> Float64:
-    """Return a bound of the error of a gated linear unit whose sums are off [L79].
+    """Return a bound of the error of a gated linear unit whose sums have errors [L79].
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def gated_error(x: Float64, error: Float64, activation: str, own: Array = 0.0) -
 def weight_error(
     w: Array, scales: Array, block_size: int = BLOCK_SIZE, out_dtype: str = "float32"
 ) -> Array:
-    """Return how far each element of ``weight_dequant(*weight_quant(w))`` may be from `w`.
+    """Bound the error of each element of ``weight_dequant(*weight_quant(w))`` against `w`.
 
     Parameters
     ----------

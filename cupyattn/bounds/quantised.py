@@ -1,4 +1,4 @@
-"""What INT8 operands may do to exact attention of the caller's arrays: J3, rounding point R1."""
+"""Bound of the error of INT8 operands against the caller's arrays: J3, rounding point R1."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from cupyattn.problem.settings import MaskedOptions, Unpack, parse, takes_option
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
-#: What float64 may lose of a product of a probability and a value where it underflows, in both
-#: results and in the bound.
+#: Largest loss by underflow in float64 of a product of a probability and a value, in both results
+#: and in the bound.
 FLOAT64_UNDERFLOW = 2.0**-1060
 
 
@@ -40,7 +40,7 @@ def quantisation(
     prepared: tuple[Array, Array] | None = None,
     **options: Unpack[MaskedOptions],
 ) -> Bound:
-    r"""Bound how far exact attention of INT8 operands is from that of the caller's arrays (J3).
+    r"""Bound the error of exact attention of INT8 operands against the caller's arrays (J3).
 
     Parameters
     ----------
@@ -48,12 +48,12 @@ def quantisation(
         The caller's arrays, before quantisation.
     k, v : (batch, heads_kv, len_kv, head_dim) array
     quantized : QuantizedQKV
-        What was made of them; its scales, zero points and mean are used, its codes are not.
+        The quantised arrays. Scales, zero points and mean are used, codes are not.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask, rows
         As for `cupyattn.reference.attention_exact`.
     prepared : (array, array), optional
-        Where q and k are those that `cupyattn.problem.row_preparation.Preparation.exact` returns,
-        how far what was quantised may be from them: `preparation`.
+        Bounds of the errors of the prepared operands that were quantised (`preparation`). q and k
+        are then the results of `cupyattn.problem.row_preparation.Preparation.exact`.
 
     Returns
     -------
@@ -62,15 +62,15 @@ def quantisation(
 
     Notes
     -----
-    Codes of scale s leave ``|x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ``, where
-    the second number counts only if a static scale clips; with zero points the first is
-    s/2 (1 + 2^-12). Hence, with centred keys [L18],
+    Codes of scale s leave ``|x - s code| <= max(s/2 (1 + 2^-15), |x| - 127 s) =: Δ``, where the
+    second number counts only if a static scale clips. With zero points the first number is s/2 (1 +
+    2^-12). Hence, with centred keys [L18],
 
     .. math:: |δS_{ij}| \le σ \sum_d Δq_{id} |k_{jd}| + (|q_{id}| + Δq_{id}) Δk_{jd}
 
-    where operands that were prepared add their error to Δ [L19],
-    and V's own rounding to 16 bits adds ``Σ p'_j |δv_j|``. A softcap is 1-Lipschitz, and a bias is
-    the same on both sides: neither adds anything.
+    where prepared operands add their error to Δ [L19], and the rounding of V to 16 bits adds ``Σ
+    p'_j |δv_j|``. A softcap is 1-Lipschitz, and a bias is the same on both sides: neither adds
+    anything.
     """
     check_queries(quantized)
     q, k, v = operands(q=q, k=k, v=v)
@@ -145,7 +145,8 @@ def quantisation(
 def _code_rounding(
     x: Array, error: Any, scale: Array, zero: Array, index: Any, largest: int
 ) -> Array:
-    """R1: what codes do to each number of a block of Q or K that had an error before."""
+    """R1: bound the error of each number of a block of Q or K after quantising, given a previous
+    error."""
     xp = array_namespace(x)
     if zero is None:
         size = xp.abs(x) + error
@@ -158,7 +159,8 @@ def _code_rounding(
 
 
 def _value_rounding(values: Array, dtype: str, quantized: Any, block: ScoreBlock) -> Array:
-    """R1 of V: what 16 bits or codes do to each value, infinite where they do not reach it."""
+    """R1 of V: bound the error of each value in 16 bits or codes; infinite for values past their
+    range."""
     xp = array_namespace(values)
     if quantized.form == "portable":
         v_type = quantized.v.dtype.name

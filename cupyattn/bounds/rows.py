@@ -1,6 +1,6 @@
-"""How far rows of a kernel may be from exact attention: R2 to R7 of a block, in this order.
+"""Bounds of the errors of rows of a kernel: R2 to R7 of a block, in this order.
 
-`block_bound` does for a block of rows what `cupyattn.bounds.kernel.attention` does for a call;
+`block_bound` bounds a block of rows as `cupyattn.bounds.kernel.attention` bounds a call.
 docs/MATH_REFERENCE.md proves every formula, under the tags [L17] to [L61].
 """
 
@@ -50,8 +50,8 @@ from cupyattn.reference.exact import ScoreBlock
 #: The terms of `attention`, in the order in which a kernel rounds.
 TERMS = ("R2", "R3", "R4", "R5", "R6", "R7")
 
-#: [L29] What flushing and underflow may take from the weight of one key: the flush of ex2, once for
-#: p and once for alpha, times a p of at most 2^8.
+#: [L29] Largest loss of one key's weight by flushing and underflow. The instruction ex2 flushes
+#: once for p and once for alpha, times a p of at most 2^8.
 FLUSHED_WEIGHT = 2.0**9 * EX2_FLUSH
 #: Relative error of log2f: 1 ulp from the correctly rounded result (CUDA C++ Programming Guide,
 #: mathematical functions), hence 3/2 ulp.
@@ -60,7 +60,7 @@ LOG2F_ERROR = 1.5 * 2.0**-23
 
 @dataclass(frozen=True)
 class Shared:
-    """What the bounds of all blocks of a call share.
+    """Values that the bounds of all blocks of a call share.
 
     Parameters
     ----------
@@ -71,11 +71,11 @@ class Shared:
     scaling : Scaling
         R3.
     mean : (batch, heads_kv, head_dim) array or None
-        What smoothing took from the keys.
+        Mean that smoothing subtracted from the keys.
     v_mean : (batch, heads_kv, head_dim) array or None
-        The same of V, where the kernel sums codes of V.
+        Mean of V, if the kernel sums codes of V.
     v_scale : (batch, heads_kv, head_dim) array or None
-        The largest scale of each channel of V, where the kernel drops bits of its sums.
+        The largest scale of each channel of V, if the kernel drops bits of its sums.
     cut : Splits or None
     """
 
@@ -91,7 +91,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Rows:
-    """A block of rows in exact attention, and what perturbed scores do to it.
+    """A block of rows in exact attention, and the effect of perturbed scores on it.
 
     Parameters
     ----------
@@ -100,11 +100,11 @@ class Rows:
     score : Perturbed
         R2 to R4.
     P, lse, v, o, spoilt : array
-        Of `exact`.
+        Results of `exact`.
     delta_o, P_plus, delta_lse : array
-        Of `softmax_perturbation`.
+        Results of `softmax_perturbation`.
     l_least : (..., rows) array
-        The least that l may be.
+        Lower bound of l.
     """
 
     block: ScoreBlock
@@ -148,18 +148,18 @@ class Rows:
 
     @cached_property
     def inverse_l(self) -> Array:
-        """1 over the least that l may be, (..., rows, 1)."""
+        """1 over the lower bound of l, (..., rows, 1)."""
         return (1.0 / self.l_least)[..., None]
 
     @cached_property
     def unit(self) -> Any:
-        """What 2^M of each step weighs; None without `Shifts`."""
+        """Weight of 2^M of each step; None without `Shifts`."""
         by = self.shared.n.shifts
         return None if by is None else values.units(self.P_plus, by, self.shared.tiles)
 
     @property
     def further(self) -> int:
-        """Sums of a row beside one a step: of P without an online softmax, and of its pieces."""
+        """Sums of a row beyond one per step: of P without an online softmax, and of its pieces."""
         n, cut = self.shared.n, self.shared.cut
         return (not n.online) + max(0, (n.pieces if cut is None else cut.slices) - 1)
 
@@ -176,7 +176,7 @@ class Rows:
 
 
 class _Sums(NamedTuple):
-    """What the sums leave: R5 and R6, flushed weights, the size of O, and the roundings of l."""
+    """Results of the sums: R5 and R6, flushed weights, the size of O, and the roundings of l."""
 
     r5: Array
     r6: Array
@@ -186,10 +186,10 @@ class _Sums(NamedTuple):
 
 
 class _Normaliser(NamedTuple):
-    """What dividing by l does.
+    """Effect of the division by l.
 
-    `theta_l` bounds the roundings of l itself, `theta` those that remain of l in O, `r5` those of P
-    beside l, of which `share` is left at least.
+    `theta_l` bounds the roundings of l itself, `theta` their rest in O, and `r5` the roundings of P
+    beside l. `share` is a lower bound of the rest of l.
     """
 
     theta_l: Array
@@ -269,7 +269,7 @@ def _roundings_of_products(rows: Rows) -> Array:
 
 
 def _multiplied(rows: Rows, rho: Array, rounded: Array) -> Array:
-    """Bound what is added up: magnitudes of V by rounded weights."""
+    """Bound the sum of the magnitudes of V by rounded weights."""
     n, P_plus = rows.shared.n, rows.P_plus
     if n.values == "fp8":
         step = values.code_step(P_plus, n, rows.shared.tiles, rows.score.slack)
@@ -281,7 +281,7 @@ def _multiplied(rows: Rows, rho: Array, rounded: Array) -> Array:
 def _normaliser(
     rows: Rows, rho: Array, rounded: Array, theta_o: Array, underflow: Array
 ) -> _Normaliser:
-    """R6 of l, and what of the roundings of P and of the sums O and l share [L36]."""
+    """R6 of l, and the roundings of P and of the sums that O and l share [L36]."""
     n, score, count, l_least = rows.shared.n, rows.score, rows.count, rows.l_least
     xp = array_namespace(count)
     theta_l = gamma(xp.maximum(count - 1, 0.0) + score.rises + n.by_tile, U)
@@ -302,7 +302,7 @@ def _normaliser(
 
 
 def _stored(rows: Rows, size: Array) -> tuple[Array, Array]:
-    """R7: 1/l, times 1/l, and the store; and whether what is stored is a number of its type."""
+    """R7: 1/l, times 1/l, and the store; and whether the stored number is in its type's range."""
     n = rows.shared.n
     xp = array_namespace(size)
     r7, stored = xp.zeros_like(rows.o), size
@@ -312,7 +312,7 @@ def _stored(rows: Rows, size: Array) -> tuple[Array, Array]:
     elif n.online:
         r7 = ((1 + U) ** 2 - 1) * size + 2.0**-149
         stored = size + r7
-    # NOTE: the number that is stored has the mean of V, o has not.
+    # NOTE: the stored number includes the mean of V, o does not.
     exact_o = rows.o if block_mean is None else rows.o + block_mean
     cost, fits = values.store(exact_o, stored, n)
     if n.pieces > 1 and n.shifts and block_mean is not None:  # a piece leaves l times the mean
@@ -323,14 +323,14 @@ def _stored(rows: Rows, size: Array) -> tuple[Array, Array]:
 def _promised(
     rows: Rows, terms: dict[str, Array], delta_lse: Array, fits: Array
 ) -> tuple[dict[str, Array], Array]:
-    """Promise nothing of rows that leave the range, under the tag of what breaks first."""
+    """Make bounds of rows that leave the range infinite, under the tag of the first overflow."""
     n, score = rows.shared.n, rows.score
     xp = array_namespace(delta_lse)
     overflows = xp.isinf(delta_lse)
     attends = rows.count > 0
     usable = score.usable & (rows.l_least > 0)
     largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
-    codes = 256.0 if n.by_tile else 1.0  # sums of codes are that much larger than of P
+    codes = 256.0 if n.by_tile else 1.0  # sums of codes are larger than sums of P by this factor
     fits &= rows.total_v * codes * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
     terms = {tag: xp.where((attends & usable)[..., None], x, 0.0) for tag, x in terms.items()}
     terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
@@ -343,8 +343,8 @@ def _promised(
 def least_sum(score: Perturbed, lse: Array, Z_minus: Array) -> Array:
     """Bound l from below, in units of its final maximum [L33].
 
-    The largest key has weight 2^-slack, and the sum cannot be less than e^(lse - s_max) but for the
-    perturbations.
+    The largest key has weight 2^-slack, and without perturbations the sum is at least e^(lse -
+    s_max).
     """
     xp = array_namespace(lse)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -355,19 +355,19 @@ def least_sum(score: Perturbed, lse: Array, Z_minus: Array) -> Array:
 
 
 def operand_rounding(P_plus: Array, n: Numerics, score: Perturbed, inverse_l: Array) -> Array:
-    """R5: bound what rounding P to 16 bits does to each probability [L34]."""
+    """R5: bound the error of each probability after rounding P to 16 bits [L34]."""
     xp = array_namespace(P_plus)
     subnormal = HALF_SUBNORMAL[n.p_type] * inverse_l
-    # NOTE: with headroom M is not known from the scores, nor then where p lies in its binade.
+    # NOTE: with headroom the scores do not determine M, so the place of p in its binade is unknown.
     known = n.online and not n.headroom
     relative = UNIT_ROUNDOFF[n.p_type] * (_mantissa_share(score) if known else 1.0)
     return xp.maximum(relative * P_plus, xp.minimum(subnormal, P_plus))
 
 
 def _mantissa_share(score: Perturbed) -> Array:
-    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, where the binade of p is known [L34].
+    """R5: bound half_ulp(p) / (u p), between 1/2 and 1, if the binade of p is known [L34].
 
-    p lies within a factor 2^±uncertain of 2^exponent, in the units of its own step.
+    p lies within a factor 2^±uncertain of 2^exponent, in units of its step.
     """
     xp = array_namespace(score.drift)
     uncertain = (score.d + score.drift) / LN2 + score.slack[..., None]
@@ -391,10 +391,10 @@ def _lse_bound(
     score: Perturbed,
     shared: Shared,
 ) -> Array:
-    """R7 of the log-sum-exp [L38]: fl(fl(M + log2 l) LN2), and what smoothing gives back [L17].
+    """R7 of the log-sum-exp [L38]: fl(fl(M + log2 l) LN2), and the term that smoothing adds [L17].
 
-    Where M is in natural units: fl(fma(log2 l, LN2, M)). `delta` is what perturbed scores and the
-    rounding of l do to it.
+    If M is in natural units: fl(fma(log2 l, LN2, M)). `delta` bounds its change by perturbed scores
+    and by the rounding of l.
     """
     xp = array_namespace(lse)
     n, sigma, mean, scaling = shared.n, shared.sigma, shared.mean, shared.scaling

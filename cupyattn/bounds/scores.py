@@ -1,7 +1,7 @@
-"""What a kernel may do to its scores: R2, R3 and R4 as one bound d_j of the perturbation of each.
+"""Perturbation of a kernel's scores: R2, R3 and R4 as one bound d_j for each score.
 
-Proofs are in docs/MATH_REFERENCE.md, under the tags [L10] to [L32] that stand here;
-`cupyattn.bounds` turns d into a bound of the output.
+Proofs are in docs/MATH_REFERENCE.md, under the tags [L10] to [L32]. `cupyattn.bounds` turns d into
+a bound of the output.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ LN2 = math.log(2.0)
 LOG2E = math.log2(math.e)
 #: |log(1 + η)| of one ex2.approx.ftz, |η| <= 2^-22.
 EX2_LOG_ERROR = -math.log1p(-EX2_APPROX_ERROR)
-#: Scores up to this, in log2 units, are bounded where M is a whole number, which an addition finds
-#: (exp2.cuh) as long as numbers this large have halves; elsewhere it is LARGEST_SCORE (R4).
+#: Largest score with a bound, in log2 units, if M is a whole number. An addition rounds M
+#: (exp2.cuh), as long as numbers this large have halves. Otherwise the limit is LARGEST_SCORE (R4).
 MAX_WHOLE_SCORE = 2.0**22
-#: How far M + code_bits may lie above the largest score, in log2 units, where there are `Shifts`.
+#: Largest distance of M + code_bits above the largest score, in log2 units, with `Shifts`.
 ABOVE_BY_SHIFTS = 32
-#: Natural scores: what the logarithm of the largest code, its rounding and 1/code do to lse.
+#: Error of lse by the logarithm of the largest code, its rounding and 1/code, in natural units.
 CODE_UNIT_ERROR = 2.0**-20
 MAX_FLOAT = 2.0**126
 #: Scaled products up to this can be added to any float32 bias without overflow, in natural units.
-#: Hopper forms add bias times log2(e) or 1/scale, which may overflow to -inf. Where a row has a
-#: bound that is far below its largest score, and the key weighs 0 (docs/MATH_REFERENCE.md, §18).
+#: Hopper forms add bias times log2(e) or 1/scale, which may overflow to -inf. If the row has a
+#: bound, this is far below its largest score, and the key weighs 0 (docs/MATH_REFERENCE.md, §18).
 MAX_BIASED = 2.0**102
-#: Stands for a probability that underflows float64; e^300 times it is still nothing.
+#: Replaces a probability that underflows float64. e^300 times it is still negligible.
 LEAST_P = 1e-300
 #: A score that stays so far below the largest has a probability below LEAST_P.
 FAR_BELOW = 700.0
@@ -58,8 +58,8 @@ REFERENCE = 1.0 + 2.0**-20
 class Scaling:
     """R3, how a kernel turns its dot products into scores, as relative errors.
 
-    A computed score is ((exact + R2) (1 + own) + bias) (1 + added) (1 + common) + tiny, `common`
-    one number for a row; a softcap lies within `own`.
+    A computed score is ((exact + R2) (1 + own) + bias) (1 + added) (1 + common) + tiny. `common` is
+    one number for a row. `own` includes a softcap.
     """
 
     common: float
@@ -70,7 +70,7 @@ class Scaling:
 
 
 def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0.0) -> Scaling:
-    """Return the relative errors of R3 [L22]; constants' roundings are known, so taken as is."""
+    """Return the relative errors of R3 [L22], with the exact roundings of constants."""
 
     def constant(x: float) -> float:
         with np.errstate(over="ignore"):
@@ -79,8 +79,8 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
     tiny, largest = 2.0**-148, sigma
     if n.scored and n.scaling == "folded":
         # [L25]
-        # ((fl(u tanh(dot / u)) + bias f) (1 + U)), f = fl(1 / sigma): f / (1 / sigma) belongs to
-        # the sum, and its inverse to the product alone.
+        # ((fl(u tanh(dot / u)) + bias f) (1 + U)) with f = fl(1 / sigma). The ratio f / (1 / sigma)
+        # belongs to the sum, and its inverse to the product alone.
         factor = constant(1 / sigma) if n.bias else 0.0
         own = (1 + (SOFTCAP_ERROR if softcap else 0.0)) / (1 - factor) - 1
         added = (1 + factor) * (1 + U) - 1 if n.bias else 0.0
@@ -103,8 +103,8 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
         # Both scales may be one factor, which is subnormal where S is.
         largest, tiny = max(largest, factor * largest_q * largest_k), 2.0**-124
     if n.scored:
-        # (fl(u tanh(S / u)) + bias f) (1 + U), f = fl(log2 e): as above. What a row shares is its
-        # products' own, once they are no longer alone.
+        # (fl(u tanh(S / u)) + bias f) (1 + U), f = fl(log2 e): as above. With a bias, errors that a
+        # row shares belong to its products.
         factor = constant(LOG2E) if n.bias else 0.0
         own = row * (1 + own) * (1 + (SOFTCAP_ERROR if softcap else 0.0)) / (1 - factor) - 1
         added = (1 + factor) * (1 + U) - 1 if n.bias else 0.0
@@ -124,7 +124,7 @@ def scaling_errors(n: Numerics, sigma: float, quantized: Any, softcap: float = 0
 def _range(scale: Array) -> tuple[float, float]:
     """Return the least and the largest usable scale.
 
-    A NaN makes its rows NaN and nothing else. Packed sequences of no rows have 0, for no row.
+    A NaN makes its rows NaN and nothing else. For packed sequences without rows both are 0.
     """
     xp = array_namespace(scale)
     usable = as_float64(scale)[xp.isfinite(scale) & (scale > 0)]
@@ -134,9 +134,9 @@ def _range(scale: Array) -> tuple[float, float]:
 def products(n: str, terms: Any, steps: Any = None) -> Any:
     """Return γ of an inner product of so many nonzero terms (R2 [L21], R6).
 
-    [L3] A tensor core adds 16 products and its accumulator with one truncation each but the
-    largest, and truncates the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the
-    instructions that see a nonzero term.
+    [L3] A tensor core adds 16 products and its accumulator. It truncates all but the largest, and
+    then the sum: n + ceil(n/16) roundings of 2^-23. `steps` bounds the instructions that see a
+    nonzero term.
     """
     if n == "fma":
         return gamma(terms, U)
@@ -148,19 +148,19 @@ def products(n: str, terms: Any, steps: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Perturbed:
-    """What R2, R3 and R4 may do to the scores of a block; (..., rows, keys) or (..., rows)."""
+    """Errors of the scores of a block by R2, R3 and R4; (..., rows, keys) or (..., rows)."""
 
     r2: Array
     r3: Array
     r4: Array
-    shift: Array  # natural units: common to a row, felt by lse alone
+    shift: Array  # natural units: common to a row, changes lse alone
     rises: Array  # steps at which M may rise, after the first
     exponent: Array  # log2 units: the exact score minus the running maximum of its step
-    drift: Array  # natural units: what R2 and R3 may do to the running maximum of a key's step
+    drift: Array  # natural units: change by R2 and R3 of the running maximum of a key's step
     top: Array  # s_max, natural units
-    reach: Array  # what R2 and R3 may make of it at most
-    top_drift: Array  # what they may do to it, up or down
-    slack: Array  # log2 units: what the rounding of M may do, u |M|, or 2 u |M| where it is up
+    reach: Array  # its upper bound with R2 and R3
+    top_drift: Array  # its change by R2 and R3, up or down
+    slack: Array  # log2 units: error of rounding M, u |M|, or 2 u |M| if rounded up
     usable: Array  # the row keeps to the kernel's range
 
     @property
@@ -190,7 +190,7 @@ def perturb(
     magnitudes = xp.where(admitted & finite, magnitudes, 0.0)
     largest = magnitudes.max(axis=-1)
 
-    # R2: the inner product [L21]; then float64's own, which int32 would do without.
+    # R2: the inner product [L21], then the roundings of float64, which int32 does not have.
     dot = products(n.scores, head_dim) * magnitudes
     if n.scores != "int32":
         dot = dot + 2 * head_dim * 2.0**-149  # underflow
@@ -198,7 +198,7 @@ def perturb(
     own, added = scaling.own, (1 + scaling.added) * (1 + scaling.common)
     r2 = sigma * (1 + own) * added * dot * REFERENCE
 
-    # R3: a relative error that a row shares is a shift, and that error of s - s_max [L10].
+    # R3: a relative error that a row shares is a shift, and the same error of s - s_max [L10].
     r3 = scaling.common * (top[..., None] - S) + (
         own * added * unbiased + scaling.added * (1 + scaling.common) * xp.abs(S) + scaling.tiny
     )
@@ -230,11 +230,11 @@ def perturb(
             shift = shift + CODE_UNIT_ERROR
     else:
         started = running > NEG_INF
-        if n.scored:  # what a lower M leaves is multiplied by alpha = 0 before it counts
+        if n.scored:  # alpha = 0 multiplies sums under a lower M before they count
             started &= running + drift >= top[..., None] - FAR_BELOW
         largest_M = xp.where(started, xp.abs(xp.where(started, running, 0.0)) + drift, 0.0)
         slack = U * ((largest_M.max(axis=-1) + shift) / LN2) * (1 + 2 * U)
-        if n.code_log2:  # M is that much lower, and rounded up [L54]
+        if n.code_log2:  # M is lower by code_log2, and rounded up [L54]
             slack = 2 * slack + 2 * U * n.code_log2
         above = ABOVE_BY_SHIFTS if n.shifts else 3 * n.headroom + n.code_log2
         arguments = LN2 * U * (below / LN2 + 4 * slack[..., None] + above)
@@ -242,9 +242,9 @@ def perturb(
             rises_after, rises = every_step(S, tiles.block_kv)
         elif n.shifts:  # exact: powers of two [L59]
             rises_after, rises = xp.zeros_like(rises_after), xp.zeros_like(rises)
-        if n.pieces > 1:  # what brings a piece to the largest maximum of all [L32]
+        if n.pieces > 1:  # the factor from a piece's M to the largest of all [L32]
             rises_after, rises = rises_after + 1, rises + 1
-    # Of the key, beta, and every alpha.
+    # Roundings of the key, of beta and of every alpha.
     exponentials = (2 if n.by_tile and not n.shifts else 1) + rises_after
     r4 = (arguments + EX2_LOG_ERROR * exponentials + 2.0**-125) * REFERENCE
 
@@ -262,7 +262,7 @@ def perturb(
 
 
 def every_step(S: Array, block_kv: int) -> tuple[Array, Array]:
-    """Count steps as `count_rises` does where M may rise at any of them [L31]."""
+    """Count steps as `count_rises` does, if M may rise at any of them [L31]."""
     xp = array_namespace(S)
     len_kv = S.shape[-1]
     last = (len_kv - 1) // block_kv
@@ -273,7 +273,7 @@ def every_step(S: Array, block_kv: int) -> tuple[Array, Array]:
 def far_below(S: Array, top: Array, d: Array) -> Array:
     """Whether a score is so far below the largest that its probability is below LEAST_P [L11].
 
-    A caller that sets d to 0 for these keys owes `far_keys` of the output.
+    A caller that sets d to 0 for these keys must add `far_keys` to the bound of the output.
     """
     xp = array_namespace(S)
     at_top = xp.where(top[..., None] == S, d, 0.0).max(axis=-1, keepdims=True)
@@ -281,7 +281,7 @@ def far_below(S: Array, top: Array, d: Array) -> Array:
 
 
 def far_keys(far: Array, values: Array) -> Array:
-    """[L11] Bound what keys that are `far_below` may do to an output while their d is 0.
+    """[L11] Bound the effect on an output of keys that are `far_below`, if their d is 0.
 
     Parameters
     ----------
@@ -309,9 +309,9 @@ def count_rises(
 ) -> tuple[Array, Array, Array, Array]:
     """Count the steps at which the running maximum may rise [L27].
 
-    Returns the count after each key's own step, the count after the first step (..., rows), the
-    running maximum of the exact scores at each key's own step, and how far that of scores perturbed
-    by `known` may be from it.
+    Returns the count after each key's step and the count after the first step (..., rows). Also
+    returns the running maximum of the exact scores at each key's step, and the bound of its change
+    if scores are perturbed by `known`.
     """
     xp = array_namespace(S)
     len_kv = S.shape[-1]
@@ -339,7 +339,7 @@ def count_rises(
 
 
 def running_max(x: Array) -> Array:
-    """Return the largest so far, along the last axis."""
+    """Return the running maximum along the last axis."""
     xp = array_namespace(x)
     shift = 1
     while shift < x.shape[-1]:  # by doubling
@@ -352,9 +352,10 @@ def running_max(x: Array) -> Array:
 def count_rises_of_slices(
     S: Array, known: Array, admitted: Array, block_kv: int, cut: Splits
 ) -> tuple[Array, Array, Array, Array]:
-    """`count_rises`, the keys being split [L28]: each slice has a running maximum of its own.
+    """`count_rises` for split keys [L28]: each slice has a separate running maximum.
 
-    What brings a slice to a larger maximum, of its block's or of all, counts as one rise more.
+    The factor from a slice's maximum to a larger maximum, of its block or of all, counts as one
+    more rise.
     """
     xp = array_namespace(S)
     rises_after, running, drift = xp.zeros_like(S), xp.full_like(S, NEG_INF), xp.zeros_like(S)

@@ -1,4 +1,4 @@
-"""What an output may differ by where every key's values have a random sign.
+"""Bound of the error of an output whose values have a random sign for each key.
 
 Errors of P do not depend on V. With random signs before the values they are a Rademacher sum, which
 Hoeffding's inequality bounds. The proof is docs/MATH_REFERENCE.md, §15.
@@ -19,7 +19,7 @@ from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.attention import KernelCall
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
-#: The probability that a judgement of right outputs fails by the draw of its signs.
+#: The probability that the draw of signs fails a judgement of correct outputs.
 FAILURE = 1e-12
 
 
@@ -36,20 +36,20 @@ def signed_bound(
     Parameters
     ----------
     received : KernelCall
-        With the signed values.
+        Has the signed values.
     rows : 1-D integer array
     elements : int
-        How many elements are judged in all, over all draws of signs.
+        Number of judged elements, over all draws of signs.
     failure : float
-        Probability that any of them leaves its bound though the kernel keeps its arithmetic.
+        Probability that any of them leaves its bound although the kernel is correct.
     numerics : Numerics, optional
         As for `cupyattn.bounds.attention`.
 
     Returns
     -------
     Bound
-        ``P`` is what errors of P do: the random sum, or R2 to R5 where those are less. ``R4`` is
-        what is flushed, and R6 and R7 are certain. lse is that of the certain bound.
+        ``P`` bounds the effect of errors of P: the random sum, or R2 to R5 if their sum is less.
+        ``R4`` covers flushed weights. R6 and R7 are certain, and so is the bound of lse.
 
     Raises
     ------
@@ -84,19 +84,19 @@ def signed_bound(
 
 @dataclass(frozen=True)
 class WeightErrors:
-    """What the weights of a kernel may differ by from probabilities, (..., rows, keys).
+    """Bounds of the differences of a kernel's weights from probabilities, (..., rows, keys).
 
     Parameters
     ----------
     P : array
         Probabilities.
     of_scores : array
-        What perturbed scores do to each weight before they are normalised, over the least that the
-        sum of all may be; +inf in rows where that may be 0.
+        Effect of perturbed scores on each weight before normalising, over the lower bound of the
+        sum of all; +inf in rows where this bound is 0.
     rounding : array
-        R5: what rounding P as an operand does.
+        R5: the error of rounding P as an operand.
     inverse_l : (..., rows, 1) array
-        1 over the least that l may be.
+        1 over the lower bound of l.
     """
 
     P: Array
@@ -125,7 +125,8 @@ def weight_errors(block: ScoreBlock, shared: Shared) -> WeightErrors:
 
 
 def _of_block(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
-    """Return the root of the sum of squares of what weights do, and what is flushed."""
+    """Return the root of the sum of squares of weights' effects, and the bound of flushed
+    weights."""
     xp = array_namespace(block.S)
     if block.S.shape[-1] == 0:
         zero = xp.zeros((*block.S.shape[:-1], block.q.shape[-1]))

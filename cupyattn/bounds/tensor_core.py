@@ -1,8 +1,9 @@
-"""R6 of 16-bit P and V: what tensor cores cut off the sum of products, by the largest addend.
+"""R6 of 16-bit P and V: truncation by tensor cores in the sum of products, by the largest addend.
 
 An instruction aligns its addends, the accumulator among them, to the largest. The accumulator holds
-a sum of products, in which signs cancel. It is known, for every kernel takes its keys in order, 16
-at a time. So each instruction is charged by its own addends, not by all magnitudes [L80].
+a sum of products, in which signs cancel. The accumulator is known, because every kernel takes its
+keys in order, 16 at a time. So each instruction is bounded by its addends, not by all magnitudes
+[L80].
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cupyattn.kernels.numerics import LEAST_NORMAL, TENSOR_CORE_ROUNDOFF, Numeri
 
 #: Products that one instruction adds to its accumulator.
 PRODUCTS = 16
-#: What one instruction loses of its largest addend: each of them, and the sum.
+#: Loss of one instruction relative to its largest addend: by each addend, and by the sum.
 _EACH = (PRODUCTS + 2) * TENSOR_CORE_ROUNDOFF
 #: Instructions whose sums are held at a time: all of them would take much memory.
 _AT_ONCE = 16
@@ -22,7 +23,7 @@ _AT_ONCE = 16
 def cut_off(
     P: Array, v: Array, moved: Array, magnitudes: Array, rises: Array, *, from_first: bool
 ) -> Array:
-    """Bound what tensor cores cut off P V, operands below `LEAST_NORMAL` aside [L80].
+    """Bound the truncation of P V by tensor cores, operands below `LEAST_NORMAL` aside [L80].
 
     Parameters
     ----------
@@ -31,7 +32,8 @@ def cut_off(
     v : (..., keys, head_dim) array
         Finite values.
     moved : (..., rows, head_dim) array
-        What perturbed scores and the rounding of P may do to a sum of products, signs aside.
+        Change of a sum of products by perturbed scores and by the rounding of P, without regard to
+        signs.
     magnitudes : (..., rows, head_dim) array
         Bound of the sum of the magnitudes of all products.
     rises : (..., rows) array
@@ -51,7 +53,7 @@ def cut_off(
 
 
 def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) -> Array:
-    """Bound what is cut off beside it, where operands are below `LEAST_NORMAL` [L80].
+    """Bound the additional truncation if operands are below `LEAST_NORMAL` [L80].
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) 
         Keys that a row attends to.
     v : (..., keys, head_dim) array
     inverse_l : (..., rows, 1) array
-        Bound of 1/l, where the largest weight is about 1.
+        Bound of 1/l, with the largest weight near 1.
     n : Numerics
 
     Returns
@@ -68,7 +70,7 @@ def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) 
     """
     xp, small = array_namespace(v), LEAST_NORMAL[n.p_type]
     largest = xp.abs(v).max(axis=-2, keepdims=True)
-    # NOTE: no code of V but 0 is that small.
+    # NOTE: no code of V except 0 is that small.
     by_values = 0.0 if n.value_codes else 2.0 ** (n.headroom + 1)
     aligned = small * (largest + by_values) * inverse_l
     return 1.01 * _EACH * xp.minimum(count, -(-v.shape[-2] // PRODUCTS))[..., None] * aligned
@@ -85,9 +87,9 @@ def accumulators(P: Array, v: Array, *, from_first: bool) -> tuple[Array, Array]
     Returns
     -------
     sums : (..., rows, head_dim) array
-        If an accumulator may begin anywhere, the largest magnitude of any of them is taken.
+        If an accumulator may begin anywhere, the sum of the largest possible magnitudes.
     instructions : (..., rows) array
-        How many there are.
+        Number of instructions.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What 8-bit P and V may do to an output, R5 to R7 of ``"pv8"`` and its siblings, and the store.
+"""Bounds of the error of 8-bit P and V, R5 to R7 of ``"pv8"`` and similar forms, and the store.
 
 Proofs are in docs/MATH_REFERENCE.md, "8-bit P and V", under the tags [L54] to [L61];
 `cupyattn.bounds` uses them where P is codes.
@@ -23,23 +23,23 @@ from cupyattn.kernels.tiles import Tiles
 
 #: Relative error of e4m3: half a unit in the last of 4 bits, and what scaling adds.
 E4M3_RELATIVE = 2.0**-4 + 2.0**-20
-#: How far the largest weight of a tile may be from the largest code, beside M's rounding.
+#: Largest relative distance of a tile's largest weight from the largest code, beside M's rounding.
 CODES_RELATIVE = 2.0**-19
 
 
 def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Array:
-    """R5: bound what rounding P to codes does to each probability [L55].
+    """R5: bound the error of each probability after rounding P to codes [L55].
 
     Parameters
     ----------
     P_plus : (..., rows, keys) array
         Bounds of the perturbed probabilities.
     n : Numerics
-        With codes of P.
+        Must have codes of P.
     tiles : Tiles
-        ``block_kv`` keys are coded against the largest of them.
+        ``block_kv`` keys have codes relative to their largest weight.
     slack : (..., rows) array
-        What the rounding of M may do, in log2 units.
+        Error of rounding M, in log2 units.
 
     Returns
     -------
@@ -47,10 +47,10 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Arr
 
     Notes
     -----
-    The largest weight of a tile is the largest code but for the rounding of M, of its exponent and
-    of the exponential, so half a code weighs 1/2 code of the largest probability of the tile; and
-    no number is moved by more than itself. An e4m3 number is off by 2^-4 of itself, or by half the
-    smallest one.
+    The largest weight of a tile is the largest code, apart from the rounding of M, of its exponent
+    and of the exponential. So half a code weighs 1/2 code of the largest probability of the tile.
+    No number moves by more than itself. An e4m3 number errs by 2^-4 of itself, or by half the
+    smallest number.
     """
     xp = array_namespace(P_plus)
     step = code_step(P_plus, n, tiles, slack)
@@ -62,7 +62,7 @@ def code_rounding(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Arr
 
 
 def code_step(P_plus: Array, n: Numerics, tiles: Tiles, slack: Array) -> Array:
-    """Bound what code 1 of each key weighs: (..., rows, keys), arguments as `code_rounding`."""
+    """Bound the weight of code 1 of each key: (..., rows, keys), arguments as `code_rounding`."""
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles).repeat(tiles.block_kv, axis=-1)
     step = largest[..., : P_plus.shape[-1]] / P_CODE_ONE[n.p_type]
@@ -75,9 +75,9 @@ def aligned_products(weights: Array, step: Array, magnitude: Array, scale: Array
     Parameters
     ----------
     weights, step : (..., rows, keys) array
-        Bounds of the weights that are multiplied, and of what code 1 weighs.
+        Bounds of the multiplied weights, and of the weight of code 1.
     magnitude : (..., keys, head_dim) array
-        Of the values.
+        Magnitudes of the values.
     scale : (..., 1, head_dim) array
         Of the channels of V.
 
@@ -89,7 +89,7 @@ def aligned_products(weights: Array, step: Array, magnitude: Array, scale: Array
 
 
 def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
-    """R5, R6: bound what 2^M of each step weighs in the final sum [L60].
+    """R5, R6: bound the weight of 2^M of each step in the final sum [L60].
 
     Parameters
     ----------
@@ -103,9 +103,9 @@ def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
 
     Notes
     -----
-    A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is that of the tile, or
-    lower_bits below the highest; or l, in units of 2^M, has reached an eighth of its range. A tile
-    without weights, which a kernel may take or leave, has nothing to round and raises no M.
+    A largest weight w of a tile gives 2^M <= 2^(1 - code_bits) w. M is the tile's M, or lower_bits
+    below the highest, or l, in units of 2^M, has reached an eighth of its range. A tile without
+    weights, which a kernel may take or skip, has no rounding and does not raise M.
     """
     xp = array_namespace(P_plus)
     largest = largest_of_tiles(P_plus, tiles)
@@ -120,7 +120,7 @@ def units(P_plus: Array, by: Shifts, tiles: Tiles) -> Array:
 
 
 def largest_of_tiles(P_plus: Array, tiles: Tiles) -> Array:
-    """Return the largest of the keys of each tile: (..., rows, steps)."""
+    """Return the largest probability of each tile: (..., rows, steps)."""
     xp = array_namespace(P_plus)
     keys, block = P_plus.shape[-1], tiles.block_kv
     steps = -(-keys // block)
@@ -129,11 +129,11 @@ def largest_of_tiles(P_plus: Array, tiles: Tiles) -> Array:
 
 
 def shifted_rounding(P_plus: Array, unit: Array, tiles: Tiles) -> Array:
-    """R5: the same where codes are multiples of `units` [L60]: half of one, or the last code.
+    """R5: the same if codes are multiples of `units` [L60]: half a unit, or the last code.
 
     Notes
     -----
-    A weight of more than 255.5 gets the code 255: it loses less than a 255th of itself.
+    A weight of more than 255.5 has the code 255: it loses less than a 255th of itself.
     """
     xp = array_namespace(P_plus)
     unit = unit.repeat(tiles.block_kv, axis=-1)[..., : P_plus.shape[-1]]
@@ -141,7 +141,7 @@ def shifted_rounding(P_plus: Array, unit: Array, tiles: Tiles) -> Array:
 
 
 def dropped_by_shifts(unit: Array, scale: Array) -> Array:
-    """R6: bound what shifts to the right drop of O [L61]: less than one of each step but the first.
+    """R6: bound the loss of O by right shifts [L61]: less than a unit of each step but the first.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def dropped_by_shifts(unit: Array, scale: Array) -> Array:
 
 
 def dropped_of_l(unit: Array, by: Shifts) -> Array:
-    """R6: bound what shifts drop of l where it is whole, too [L61]: less than a unit of each lane.
+    """R6: bound the loss of an integer l by shifts [L61]: less than a unit of each lane.
 
     Parameters
     ----------
@@ -185,9 +185,9 @@ def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
 
     Notes
     -----
-    Within a tile integers are exact; 8-bit floats meet one truncation for every key and two for
-    each instruction of 32, of its accumulator and of its sum. A tile's sum meets the rounding of
-    beta times the scale of V, that of the product, and one for every tile that is added.
+    Within a tile integers are exact. 8-bit floats have one truncation for every key. Each
+    instruction of 32 keys adds two, for its accumulator and for its sum. A tile's sum has one
+    rounding of beta times the scale of V, one of the product, and one for every added tile.
     """
     xp = array_namespace(count)
     between = gamma(xp.minimum(count, -(-keys // tiles.block_kv)) + 2, U)
@@ -198,7 +198,7 @@ def accumulation(count: Array, keys: int, n: Numerics, tiles: Tiles) -> Array:
 
 
 def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
-    """R1 of V: bound what symmetric codes of dynamic scales do to magnitudes `size` [L55].
+    """R1 of V: bound the error of magnitudes `size` in symmetric codes of dynamic scales [L55].
 
     Parameters
     ----------
@@ -214,21 +214,22 @@ def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
 
 
 def rounding_to_codes(x: Array, scale: Array, largest: int = 127) -> Array:
-    """R1: the error of codes of magnitudes `x` [L14]: of code 0, any other, one that clips."""
+    """R1: the error of codes of magnitudes `x` [L14]: code 0, any other code, a clipped code."""
     xp = array_namespace(scale)
     rounded = xp.maximum(scale / 2 * (1 + 2.0**-15), x - largest * scale)
     return xp.where(x < scale / 2 * (1 - 2.0**-15), x, rounded)
 
 
 def rounding_with_zero_points(x: Array, scale: Array, zero: Array) -> Array:
-    """R1: the error of codes with zero points [L15]: of that of 0, any other, one that clips.
+    """R1: the error of codes with zero points [L15]: the zero point, any other code, a clipped
+    code.
 
     Parameters
     ----------
     x : array
         Numbers, with their signs.
     scale, zero : array
-        That broadcast to its shape.
+        Arrays that broadcast to its shape.
     """
     xp = array_namespace(scale)
     size = xp.abs(x)
@@ -243,16 +244,17 @@ def with_mean(size: Array, mean: Any, pieces: int) -> tuple[Array, Array]:
     Parameters
     ----------
     size : (..., rows, head_dim) array
-        What |sum p v| without the mean may reach.
+        Bound of |sum p v| without the mean.
     mean : (..., 1, head_dim) array or None
-        What is added to it.
+        Mean of V, which is added to the sum.
     pieces : int
         `Numerics.pieces`.
 
     Notes
     -----
-    The sum times 1/l, plus the mean; in the Hopper form the sum to float32 and times a scale, too.
-    To the sum of a piece l means are added, and pieces are before they meet 1/l.
+    The sum is multiplied by 1/l, and the mean is added. The Hopper form also converts the sum to
+    float32 and multiplies it by a scale. With pieces, l times the mean is added to the sum of a
+    piece, and pieces are added before the product with 1/l.
     """
     xp = array_namespace(size)
     cost = ((1 + U) ** 4 - 1) * size + 2.0**-149
@@ -264,15 +266,15 @@ def with_mean(size: Array, mean: Any, pieces: int) -> tuple[Array, Array]:
 
 
 def store(o: Array, stored: Array, n: Numerics) -> tuple[Array, Array]:
-    """R7: return what the store costs, and where it yields a finite number for certain [L37].
+    """R7: return the error of the store, and where its result is certainly finite [L37].
 
     Parameters
     ----------
     o : (..., rows, head_dim) array
-        Exact attention of the operands, with the mean of V: with codes of V it may exceed the
+        Exact attention of the operands, with the mean of V. With codes of V it may exceed the
         largest number of the type.
     stored : (..., rows, head_dim) array
-        What the magnitude of the number before the store may reach.
+        Bound of the magnitude of the number before the store.
     n : Numerics
 
     Notes

@@ -77,9 +77,9 @@ class ShardedSettings(NamedTuple):
 
 
 def comparable(asked: ShardedSettings) -> ShardedSettings | None:
-    """Return what a call asks for in Python's own numbers and pairs, which ranks can compare.
+    """Return the settings of a call as built-in numbers and pairs, which ranks can compare.
 
-    None where a value is one that no call takes: checks of the call then refuse it.
+    None if a value is not valid in any call. The checks of the call then refuse it.
     """
     of_call, scale = asked.of_call, asked.of_call.scale
     try:
@@ -146,7 +146,7 @@ class ShardedCall:
     group : Group
     mesh : Mesh
     rows_q, rows_kv : Partition
-        Which rank has which rows and keys.
+        The partitions of rows and of keys.
     spans : tuple of Span
         The sequences.
     described : AttentionProblem
@@ -155,9 +155,9 @@ class ShardedCall:
         Turns a result into the kind of array that the caller's q is.
     calls : Calls
     digest : str
-        Of what all ranks have said.
+        Digest of the facts of all ranks.
     wide_sums : bool
-        As asked for.
+        As in `ShardedSettings`.
     """
 
     group: Group
@@ -208,10 +208,10 @@ class ShardedCall:
 def agree(
     what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]
 ) -> tuple[ShardedCall, tuple[Any, Any, Any]]:
-    """Agree with the other ranks on a forward pass: by a word, where all have agreed on it before.
+    """Agree with the other ranks on a forward pass, by one message if all have agreed on it before.
 
-    What a rank asks for is known as any call is (`cupyattn.runtime.recent`). Where every rank knows
-    the call, and all mean the same one, nothing is checked or planned again.
+    A rank recognises its call as any call is recognised (`cupyattn.runtime.recent`). If every rank
+    knows the call, and all calls are the same, nothing is checked or planned again.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ def agree(
     settings : ShardedSettings
     group : Group
     arrays : mapping
-        This rank's, as `cupyattn.problem.settings.parse` names them.
+        This rank's arrays, as `cupyattn.problem.settings.parse` names them.
 
     Returns
     -------
@@ -252,7 +252,7 @@ def _find(
     """Return the key of a call, and the call if this rank has agreed on it before."""
     try:
         _, own, facts = arguments_of(settings.of_call, arrays)
-    except (TypeError, ValueError):  # which checks of the call say again
+    except (TypeError, ValueError):  # checks of the call raise it again
         return None, None
     if facts is None:  # the numbers of offsets count
         return None, None
@@ -279,9 +279,9 @@ def resolve_sharded(
     Raises
     ------
     ValueError, TypeError, UnsupportedError
-        For what is wrong here.
+        For errors of this rank.
     RankError
-        For what is wrong on another rank, or differs from rank to rank.
+        For errors of another rank, or values that differ between ranks.
     """
     settings = comparable(settings) or settings
     asked = settings.of_call
@@ -362,7 +362,7 @@ class _Coding(NamedTuple):
 
     @property
     def compared(self) -> dict[str, str]:
-        """What must be the same on all ranks."""
+        """Values that must be the same on all ranks."""
         own = {"quant": str(self.quant), "scale_tiles": str(self.scale_tiles)}
         return {**own, **compared_scales(self.quant)}
 
@@ -373,7 +373,7 @@ def _own_call(
     """Check this rank's arrays as if they were all; return them in layout BHSD, and the way back to
     the kind of q.
 
-    No kernel is settled: what runs are calls of other rows and heads (`_check_kernels`).
+    No kernel is chosen here: the actual calls have other rows and heads (`_check_kernels`).
     """
     method, ulysses, asked = settings.method, settings.ulysses, settings.of_call
     _check_method(method)
@@ -514,16 +514,16 @@ def _in_words(numbers: Any) -> str:
 
 
 def _digest(numbers: Any) -> str:
-    """Return few letters that stand for many numbers."""
+    """Return a short digest of many numbers."""
     return hashlib.sha256(str(numbers).encode()).hexdigest()[:16]
 
 
 def _obstacle(
     quant: QuantConfig, packed: dict[str, Any], spans: tuple[Span, ...], alike: bool
 ) -> str:
-    """Say what a ring of codes does not take of a call: what would cut them; empty where nothing.
+    """Return the part of a call that a ring of codes does not take, in words; empty if none.
 
-    `alike` says whether ranks have the same rows as keys.
+    `alike` is whether ranks have the same rows as keys.
     """
     if packed:
         return "packed sequences"

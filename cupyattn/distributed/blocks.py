@@ -2,8 +2,8 @@
 of another.
 
 A causal mask and a window refer to positions in the whole sequence, a call to positions in its
-arrays. If the rows of a block begin at another position than its keys, the block is cut until a
-window aligned top-left describes the same keys.
+arrays. If rows and keys of a block begin at different positions, the block is cut until a window
+aligned top-left describes the same keys.
 """
 
 from __future__ import annotations

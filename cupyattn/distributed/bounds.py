@@ -20,8 +20,8 @@ from cupyattn.bounds.scores import EX2_LOG_ERROR, REFERENCE, U
 FARTHEST = 90.0
 #: Upper bound of weights that are flushed to zero, with room for every merge of a row.
 FLUSHED = 2.0**-110
-#: Number of roundings of each term in a merge: the sum of the weights, its inverse, the weight, the
-#: product (or the other summand), the sum.
+#: Number of roundings of each term in a merge: sum of the weights, its inverse, weight, product (or
+#: the other summand), and sum.
 ROUNDINGS = 5
 
 
@@ -62,7 +62,7 @@ def merged(partials: Sequence[Expected], dtype: str, wide: bool = True) -> Expec
     .. math:: \frac{\sum_j w_j (e^{d_j} - 1) |o_j - o|}{\sum_j w_j e^{-d_j}}
               + \sum_j w_j^+ b_j + \theta \sum_j w_j^+ (|o_j| + b_j) + \tfrac12 ulp
 
-    where d_j bounds the error of part j's lse: its initial error and, at each of n merges,
+    where d_j bounds the error of part j's lse. It is the initial error plus, at each of n merges,
     :math:`3 u |a - b| + 2^{-22}` in the exponents and the error of the stored lse.
 
     Examples

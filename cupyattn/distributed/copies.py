@@ -30,11 +30,11 @@ class CopyGroup(DeviceGroup):
     Parameters
     ----------
     store : Board
-        What the threads share.
+        The board that the threads share.
     rank, size, timeout
         As for `Group`.
     device : int
-        This rank's.
+        Device of this rank.
 
     Raises
     ------
@@ -55,8 +55,8 @@ class CopyGroup(DeviceGroup):
 
     def _prepare(self, sends: list[Message], receives: list[Message], own: Copies) -> Work:
         with self.on_device():
-            # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
-            # would wait there for multiprocessors that the computation has.
+            # NOTE: before the arrays of others. On one device a copy may be a kernel, which would
+            # wait behind them for multiprocessors that the computation has.
             pitched.copy_all(self._cupy.cuda, own)
             return _Copied(self, _by_peer(sends), _by_peer(receives), self.event())
 
@@ -66,7 +66,7 @@ class CopyGroup(DeviceGroup):
         incoming: dict[int, list[Message]],
         ready: Any,
     ) -> tuple[Any, list[tuple[int, str]]]:
-        """Copy what other ranks send, once all of it is ready.
+        """Copy the messages of other ranks, once all of them are ready.
 
         Returns
         -------
@@ -107,14 +107,14 @@ class CopyGroup(DeviceGroup):
         self.store.check()
 
     def _check(self, peer: int, sources: Sequence[Any], arrays: Sequence[Any]) -> None:
-        """End all ranks unless a peer sends what this rank wants."""
+        """End all ranks unless a peer's messages match the arrays of this rank."""
         sent, wanted = ([[*x.shape, x.dtype.name] for x in some] for some in (sources, arrays))
         if sent != wanted:
             self.store.fail(peer, f"sent {sent}, rank {self.rank} wants {wanted}")
             self.store.check()
 
     def event(self, stream: Any = None) -> Any:
-        """Return an event that is over when all that a stream was given until now is."""
+        """Return an event that is complete when all previous work of a stream is."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(stream)
         return event
@@ -126,7 +126,7 @@ class CopyGroup(DeviceGroup):
         return f"{pair}, message {self._messages[pair]}"
 
     def take(self, source: int, key: str) -> Any:
-        """Return what a rank leaves on the board."""
+        """Return the value that a rank leaves on the board."""
         return self._board.take(key, source, self.timeout)
 
 
@@ -141,7 +141,7 @@ class _Copied:
         ready: Any,
     ) -> None:
         self._group, self._ready = group, ready
-        # They hold the arrays, too, until these may be used again.
+        # The messages hold the arrays until these may be used again.
         self._outgoing, self._incoming = outgoing, incoming
         self._copied: Any = None
         self._read: list[tuple[int, str]] = []
@@ -156,7 +156,7 @@ class _Copied:
             )
 
     def wait(self) -> None:
-        """Let the current stream wait for the messages, and until others have read what it sent."""
+        """Let the current stream wait for the messages, and until others have read its messages."""
         self.begin()
         group = self._group
         with group.on_device():

@@ -34,7 +34,7 @@ MOST = 256
 
 
 class Message(NamedTuple):
-    """An array to be sent to a rank, or to be filled with what one sends.
+    """An array to be sent to a rank, or to be filled with a rank's message.
 
     Parameters
     ----------
@@ -98,9 +98,9 @@ class Group(abc.ABC):
     """
 
     namespace: ClassVar[str]
-    #: What the model of costs knows of the devices and of the way in which arrays travel.
+    #: Rates of the devices and of the transport, for the model of costs.
     machine: ClassVar[Machine] = H200
-    #: What ``method="auto"`` takes; None: the mesh that the model of costs finds fastest.
+    #: Mesh for ``method="auto"``. None: the fastest mesh by the model of costs.
     mesh: Mesh | None = None
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float = TIMEOUT) -> None:
@@ -120,9 +120,9 @@ class Group(abc.ABC):
         Parameters
         ----------
         what : str
-            What is asked, for the message where a rank does not answer.
+            Name of the question, for the error message if a rank does not answer.
         value : object
-            Anything that JSON knows; it comes back as JSON has it.
+            A value that JSON can hold. It is returned as JSON decodes it.
 
         Raises
         ------
@@ -132,7 +132,7 @@ class Group(abc.ABC):
         return self._gather(what, _written(what, value))
 
     def _gather(self, what: str, own: bytes) -> list[Any]:
-        """Return what every rank says, of what this one has written."""
+        """Return the values of all ranks; `own` is the encoded value of this rank."""
         if self._closed:
             raise ValueError(f"{what} on a group that is closed: start another one")
         key, self._calls = str(self._calls), self._calls + 1
@@ -145,26 +145,26 @@ class Group(abc.ABC):
         return [x for _, x in said]
 
     def agree(self, what: str, facts: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Let all ranks say with what they come; raise on all of them where that does not fit.
+        """Compare facts between all ranks, and raise on all ranks if they do not match.
 
         Parameters
         ----------
         what : str
             The call, for messages.
         facts : callable
-            Returns what JSON knows: under ``"same"`` what must be equal on all ranks. What it
-            raises is raised here, and a `RankError` that says so on all other ranks, which may
-            then go on to their next call together.
+            Returns values that JSON can hold. Values under ``"same"`` must be equal on all ranks.
+            An exception of it is raised here. All other ranks raise a `RankError` that names it,
+            and may then go on to their next call together.
 
         Returns
         -------
         list of dict
-            What the ranks said, by rank.
+            Facts of the ranks, by rank.
 
         Raises
         ------
         RankError
-            If ranks differ in what must be the same; the message names rank, name and values.
+            If ranks differ in a value under ``"same"``. The message names rank, name and values.
         """
         try:
             own = _written(what, facts())
@@ -192,7 +192,7 @@ class Group(abc.ABC):
 
     @contextlib.contextmanager
     def failing_together(self, what: str) -> Iterator[None]:
-        """Let an error within end every rank: what this rank raises, the others are told."""
+        """Let an error within end every rank, and report this rank's exception to the others."""
         try:
             yield
         except RankError:
@@ -212,7 +212,8 @@ class Group(abc.ABC):
         self.store.fail(self.rank, cause)
 
     def check_until(self, end: float) -> None:
-        """Raise if a rank has failed. Past the end, this rank fails: it has waited too long."""
+        """Raise if a rank has failed. Past the time `end`, this rank fails: it has waited too
+        long."""
         if time.monotonic() > end:
             late = f"waited longer than {self.timeout:g} s for arrays of others"
             self.store.fail(self.rank, late)
@@ -226,7 +227,7 @@ class Group(abc.ABC):
         Parameters
         ----------
         name : str
-            What the caller calls it.
+            Name of the array in the caller's arguments.
         array : numpy.ndarray or cupy.ndarray
 
         Raises
@@ -246,9 +247,9 @@ class Group(abc.ABC):
         Parameters
         ----------
         sends, receives : sequence of Message or (rank, array)
-            Arrays that lie together but for the outer axes of their message. They must stay as they
-            are until the work was waited for. Between two ranks messages keep their order; both
-            sides must know of every one, of those without elements too, which do not travel.
+            Arrays that are contiguous except for the outer axes of their message. They must not
+            change until the work was waited for. Between two ranks messages keep their order. Both
+            sides must name every message, also messages without elements, which do not travel.
 
         Returns
         -------
@@ -270,13 +271,13 @@ class Group(abc.ABC):
         Returns
         -------
         Work
-            Waits for what was launched until now and for nothing that is launched before it begins.
+            Waits for all work launched so far, and for no later work before it begins.
 
         Notes
         -----
-        What receives must have been allocated before: memory pools reuse memory in the order of a
-        stream, so an array that is allocated behind the computation may be scratch memory of it,
-        for which the exchange does not wait.
+        Receiving arrays must have been allocated before. Memory pools reuse memory in the order of
+        a stream. An array that is allocated after the computation may be its scratch memory, for
+        which the exchange does not wait.
         """
         sends, receives = ([Message(*m) for m in some] for some in (sends, receives))
         for peer, array, outer in (*sends, *receives):
@@ -301,15 +302,16 @@ class Group(abc.ABC):
         `receives` of this rank itself."""
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which new arrays lie where this rank's arrays do."""
+        """Return a context in which new arrays are on this rank's device."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Wait on the host until everything has been exchanged; raise where that failed."""
+        """Wait on the host until everything has been exchanged; raise if that failed."""
 
     def close(self) -> None:
-        """Leave the group in peace, once every rank has come here; nothing if it has done so."""
+        """Leave the group without an error once every rank has called this. Later calls do
+        nothing."""
         if self._closed:
             return
         self.barrier()
@@ -321,7 +323,7 @@ class Group(abc.ABC):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the group, or where an error leaves the block end all ranks with it."""
+        """Close the group. If an error leaves the block, end all ranks with it."""
         if error is None:
             self.close()
             return
@@ -331,7 +333,7 @@ class Group(abc.ABC):
         self.abandon(error)
 
     def abandon(self, error: RankError) -> None:
-        """Give up what this rank still exchanges, and what it knows: the group has failed."""
+        """Drop all exchanges and all state of this rank, because the group has failed."""
         self.agreed.clear()
 
 
@@ -397,12 +399,12 @@ class HostGroup(Group):
         return f"{pair}, message {self._messages[pair]}"
 
     def finish(self) -> None:
-        """Raise where a rank has failed: what was waited for has been exchanged."""
+        """Raise if a rank has failed. All messages that were waited for have been exchanged."""
         self.store.check()
 
 
 class _OfHost:
-    """Arrays that are put into the store, and arrays to be filled with what is taken out of it."""
+    """Arrays that are put into the store, and arrays that are filled from it."""
 
     def __init__(
         self, group: HostGroup, sends: list[Message], receives: list[Message], own: Copies
@@ -412,7 +414,7 @@ class _OfHost:
         self._keys: list[str] = []
 
     def begin(self) -> None:
-        """Put what is sent into the store, unless that has been done."""
+        """Put the sent arrays into the store, unless this has been done."""
         if self._begun:
             return
         self._begun, group = True, self._group
@@ -421,7 +423,7 @@ class _OfHost:
             group.store.put(group.key_of_next(group.rank, peer), header + b"\n" + array.tobytes())
         for target, source in self._own:
             target.array[...] = source.array
-        # NOTE: numbered as they are asked for; they may be waited for in another order.
+        # NOTE: messages are numbered in the order of requests; waits may come in another order.
         self._keys = [group.key_of_next(message.rank, group.rank) for message in self._receives]
 
     def wait(self) -> None:
@@ -440,7 +442,7 @@ class _OfHost:
 
 
 def _lies_together(array: Any, outer: int) -> bool:
-    """Whether what is at one place of the outer axes lies together."""
+    """Whether the elements at each index of the outer axes are contiguous."""
     if not array.size:
         return True
     length = array.itemsize
@@ -458,12 +460,12 @@ def _cupy() -> Any:
 
 
 def _written(what: str, value: Any) -> bytes:
-    """Return what a rank calls and says as the bytes that it leaves."""
+    """Return the name of a call and a value as the bytes that a rank leaves."""
     return json.dumps([what, value]).encode()
 
 
 def _said(rank: int, said: bytes, about: str) -> tuple[str, Any]:
-    """Return what a rank calls and says, from the bytes that it left."""
+    """Return the name of a call and a value from the bytes that a rank left."""
     try:
         asked, value = json.loads(said)
     except (ValueError, TypeError, RecursionError) as error:

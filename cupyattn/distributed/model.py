@@ -26,7 +26,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of devices and of what is between them.
+    """Rates of devices and of their connections.
 
     Parameters
     ----------

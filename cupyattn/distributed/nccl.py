@@ -25,13 +25,14 @@ from cupyattn.errors import RankError, UnsupportedError
 
 #: ncclUint8: arrays travel as the bytes that they are.
 _BYTES = 1
-#: What NCCL raises by way of CuPy: NcclError, and KeyError of a status that CuPy has no name of.
+#: Errors that NCCL raises through CuPy: NcclError, and KeyError for a status without a name in
+#: CuPy.
 NCCL_ERRORS = (RuntimeError, KeyError)
-#: Seconds between two looks of the watch, of up to so many ranks: all of them ask one store.
+#: Seconds between two looks of the watch, for up to so many ranks, because all ranks ask one store.
 WATCH, WATCHED = 0.05, 16
 #: Seconds between two looks at whether a device has finished.
 POLL = 20e-6
-#: Of the stream: the highest of all devices. What is past a device's own is taken for that.
+#: Priority of the stream: the highest of all devices. CUDA clamps it to the range of a device.
 PRIORITY = -5
 
 
@@ -76,7 +77,7 @@ class NcclGroup(DeviceGroup):
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _begin(self, identifier: bytes) -> Any:
-        """Return the communicator, made by a thread of its own: it waits for all ranks."""
+        """Return the communicator. A separate thread makes it, because this waits for all ranks."""
         nccl, found = _nccl(), list[Any]()
 
         def begin() -> None:
@@ -104,11 +105,11 @@ class NcclGroup(DeviceGroup):
         self._raise()
         self._deadline = time.monotonic() + self.timeout  # until finish, whatever waits meanwhile
         with self.on_device():
-            # NOTE: not behind what comes from others: on one device a copy may be a kernel, which
-            # would wait there for multiprocessors that the computation has.
+            # NOTE: before the arrays of others. On one device a copy may be a kernel, which would
+            # wait behind them for multiprocessors that the computation has.
             pitched.copy_all(cupy.cuda, own)
             ready = cupy.cuda.Event(disable_timing=True)
-            ready.record()  # what is sent has been computed, what receives has been read
+            ready.record()  # sent arrays have been computed, receiving arrays have been read
             self._stream.wait_event(ready)
             if sends or receives:
                 self._tried(nccl.groupStart)
@@ -121,8 +122,9 @@ class NcclGroup(DeviceGroup):
             done = cupy.cuda.Event(disable_timing=True)
             done.record(self._stream)
         if isinstance(self.store, Board):
-            # NOTE: in one process what a rank allocates may wait for the devices of all others,
-            # and so for messages whose other side has not been launched yet: first all launch.
+            # NOTE: in one process, an allocation of a rank may wait for all other devices. So it
+            # waits for messages whose other side has not been launched yet. Hence all ranks launch
+            # first.
             self.barrier()
         return _OnStream(cupy, self.device, done, [*sends, *receives])
 

@@ -34,8 +34,8 @@ def parallel_attention(
 ) -> Any:
     """`cupyattn.attention` of a sequence whose rows and keys are on several ranks.
 
-    Every rank of the group calls it at the same time, with the rows of q, k and v that it holds,
-    and gets the same rows of the result.
+    Every rank of the group calls it at the same time with its rows of q, k and v. It gets the same
+    rows of the result.
 
     Parameters
     ----------

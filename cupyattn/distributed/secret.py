@@ -79,14 +79,14 @@ def _read(path: Path, *, follow_links: bool) -> bytes:
 class Handover:
     """The file in which rank 0 leaves a secret for the other ranks of its user.
 
-    `address` is that of the group's store as all ranks name it; `path` is in a folder of mode 0700
-    under the cache folder.
+    `address` is the address of the group's store as all ranks name it; `path` is in a folder of
+    mode 0700 under the cache folder.
     """
 
     def __init__(self, address: tuple[str, int]) -> None:
         host, port = address
         if host == "localhost" or host.startswith(("127.", "::1")):
-            # NOTE: each host has a localhost of its own, and hosts may share the folder.
+            # NOTE: localhost is another address on each host, and hosts may share the folder.
             host = f"{socket.gethostname()}-{host}"
         name = re.sub(r"[^\w.-]", "_", f"{host}-{port}")
         self.path = cache_folder() / "groups" / f"{name}.secret"

@@ -51,26 +51,26 @@ def run(
     Parameters
     ----------
     function : callable
-        Takes a `Group`, whose ``rank`` and ``size`` it may look at.
+        Takes a `Group`, which has ``rank`` and ``size``.
     ranks : int or sequence of int
-        How many ranks, whose arrays are NumPy's; or the numbers of CUDA devices, one for each rank,
-        which is the current one of its thread.
+        Number of ranks with NumPy arrays, or the numbers of CUDA devices, one for each rank. A
+        rank's device is the current device of its thread.
     transport : {"auto", "nccl", "copies"}
         How arrays travel from device to device: by NCCL's kernels, or by the devices' copy engines,
-        which take nothing from the computation beside them. ``"auto"``: by copy engines where every
-        device can access the memory of every other, else by NCCL.
+        which do not slow down the computation. ``"auto"``: by copy engines if every device can
+        access the memory of every other, else by NCCL.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
 
     Returns
     -------
     list
-        What it returned, by rank.
+        Results of the function, by rank.
 
     Raises
     ------
     Exception
-        What the function raised first; ranks that wait for the one where it did end, too.
+        The first exception of the function. Ranks that wait for the failed rank end, too.
     RankError
         If a rank does not come to where the others wait for it.
 
@@ -122,14 +122,14 @@ def run(
             for thread in threads:
                 thread.join(timeout=timeout)
             break
-    # An error of a rank's own says more than that another rank has failed.
+    # The original error says more than the news that another rank has failed.
     for error in sorted(errors, key=lambda error: isinstance(error, RankError)):
         raise error
     return [results[rank] for rank in range(size)]
 
 
 def by_copies(transport: str, devices: Sequence[int]) -> bool:
-    """Whether copy engines of these devices carry arrays, by what `run` was given."""
+    """Whether copy engines of these devices carry arrays, by the `transport` of `run`."""
     if transport != "auto":
         return transport == "copies"
     import cupy
@@ -151,13 +151,13 @@ def connect(
     Parameters
     ----------
     rank, size : int
-        Which of how many this process is.
+        Number of this rank, and number of ranks.
     address : str or (str, int)
-        ``"host:port"`` of rank 0, as all ranks reach it; of IPv6 ``"[::1]:29400"``. It listens
-        there alone.
+        ``"host:port"`` of rank 0, as all ranks reach it; for IPv6 ``"[::1]:29400"``. Rank 0 listens
+        at this address alone.
     device : int, optional
-        This rank's CUDA device, which becomes the current one and whose arrays travel by NCCL;
-        without one arrays are NumPy's.
+        This rank's CUDA device, which becomes the current device. Its arrays travel by NCCL.
+        Without a device, arrays are NumPy arrays.
     timeout : float
         Seconds that a rank waits for another before all of them raise.
     secret : str, optional
@@ -198,10 +198,10 @@ def from_environment(
     timeout : float
         As for `connect`.
     environ : mapping
-        Where launchers say what they know: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, or the
-        variables of Slurm or Open MPI; ``MASTER_ADDR`` and ``MASTER_PORT``, without which rank 0
-        is on the first host of Slurm's job, or of this one where all ranks are here; and the secret
-        of the group, as for `connect`.
+        Variables of a launcher: ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, or the variables of Slurm
+        or Open MPI; ``MASTER_ADDR`` and ``MASTER_PORT``, without which rank 0 is on the first host
+        of Slurm's job, or of this one where all ranks are here; and the secret of the group, as for
+        `connect`.
 
     Returns
     -------
@@ -263,7 +263,7 @@ def from_mpi(
 
 
 def rendezvous(environ: Mapping[str, str]) -> Address:
-    """Return where rank 0 listens, by what a launcher says.
+    """Return the address at which rank 0 listens, from a launcher's variables.
 
     Examples
     --------

@@ -53,16 +53,16 @@ def absent(ranks: Iterable[int], about: str, timeout: float) -> tuple[int, str]:
 
 
 class Store(Protocol):
-    """Where ranks leave words. Every method raises `RankError` once a rank has failed."""
+    """A board of short messages. Every method raises `RankError` once a rank has failed."""
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return those of all, by rank.
+        """Leave a value under a key that all ranks name; return all values, by rank.
 
-        `about` says what it is about where a rank does not come.
+        `about` describes the question, for the error message if a rank does not come.
         """
 
     def fail(self, rank: int, cause: str) -> None:
-        """Say that a rank has failed; the first failure is the one that all ranks are told."""
+        """Record that a rank has failed. The first failure is reported to all ranks."""
 
     def check(self) -> None:
         """Raise `RankError` if a rank has failed."""
@@ -76,7 +76,7 @@ class Mailbox(Store, Protocol):
     """A store where ranks leave arrays, too."""
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a value for whoever takes it."""
+        """Leave a value for the rank that takes it."""
 
     def take(self, key: str, source: int, timeout: float) -> Any:
         """Return the value that rank `source` leaves under a key, first come, first served."""
@@ -105,7 +105,7 @@ class Board(Mailbox):
         self._failure: RankError | None = None
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
-        """Leave a value under a key that all ranks name; return those of all, by rank.
+        """Leave a value under a key that all ranks name; return all values, by rank.
 
         Raises
         ------
@@ -161,7 +161,8 @@ class Board(Mailbox):
                 raise RankError(self._failure.rank, self._failure.cause)
 
     def _come(self, there: Callable[[], bool], timeout: float) -> bool:
-        """Wait until something is there, and return whether it is; raise if a rank has failed."""
+        """Wait until `there` holds or the timeout ends, and return it; raise if a rank has
+        failed."""
         self._changed.wait_for(lambda: self._failure or there(), timeout)
         if not there():
             self.check()

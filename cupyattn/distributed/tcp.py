@@ -1,7 +1,7 @@
 """A board that ranks in several processes, on several hosts, share by way of a socket.
 
-Rank 0 holds it. Every rank has two connections: one for what it asks, which may wait, and one that
-says that it lives: where that closes without a word, the rank has ended. Both are authenticated by
+Rank 0 holds it. Every rank has two connections: one for questions, which may wait, and one as a
+sign of life. If the second closes without a message, the rank has ended. Both are authenticated by
 the secret of the group (`cupyattn.distributed.frames`). The store takes the rank of a message from
 its connection, never from the message.
 """
@@ -44,17 +44,17 @@ class TcpServer:
     size : int
         Ranks.
     address : (str, int)
-        Name or number of the host that ranks reach it at, and port; 0: any that is free. It
-        listens there alone.
+        Name or number of the host at which ranks reach it, and port. Port 0 means any free port. It
+        listens at this address alone.
     secret : bytes
-        Of the group. A connection that does not prove that it knows it is closed.
+        Secret of the group. A connection that does not prove to know it is closed.
     limits : Limits
-        What it accepts.
+        Limits of the messages that it accepts.
 
     Attributes
     ----------
     address : (str, int)
-        With the port that was found.
+        The address with the port in use.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class TcpServer:
     ) -> None:
         self.board = Board(size)
         self._secret, self._limits = secret, limits or Limits()
-        self._leaving: set[int] = set()  # ranks that have said so
-        self._gone: set[int] = set()  # those that have been answered, or whose connection closed
+        self._leaving: set[int] = set()  # ranks that have announced it
+        self._gone: set[int] = set()  # ranks that were answered, or whose connection closed
         self._joined: set[tuple[int, int]] = set()  # ranks and uses of connections, never twice
         self._joining: dict[socket.socket, None] = {}  # in the order in which they came
-        #: Says each thing once.
+        #: Logs each warning once.
         self._warn = functools.lru_cache(1000)(_log.warning)
         self._changed = threading.Condition()
         _make_room(address)
         self._listener = socket.create_server(address, family=_family(address))
         self.address: Address = address[0], self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
-        # Where rank 0 ends by an error, the others are told what it was first.
+        # If rank 0 ends by an error, the others receive the error first.
         atexit.register(self.close)
         _listening[self.address] = self
 
@@ -92,7 +92,7 @@ class TcpServer:
         self._listener.close()
 
     def _leaves(self, rank: int, failure: str | None) -> None:
-        """Note that a rank has gone, as it has said that it would, or by a failure."""
+        """Note that a rank has left, as announced or by a failure."""
         if failure is not None and rank not in self._leaving:
             self.board.fail(rank, failure)
         with self._changed:

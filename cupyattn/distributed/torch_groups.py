@@ -165,7 +165,7 @@ class TorchHostGroup(Group):
         return self._first_tag + self._messages[source, target] % _TAGS
 
     def finish(self) -> None:
-        """Raise where a rank has failed: what was waited for has been exchanged."""
+        """Raise if a rank has failed. All messages that were waited for have been exchanged."""
         self.store.check()
 
 
@@ -212,7 +212,7 @@ class _OnHost:
         self._receives, self._buffers, self._sends, self._own = [], [], [], []
 
     def _wait_for(self, works: list[tuple[int, Any]]) -> None:
-        """Wait in another thread: a wait of gloo's cannot be ended where a rank has failed."""
+        """Wait in another thread, because a wait of gloo cannot be ended if a rank has failed."""
         group, done = self._group, threading.Event()
         trouble: list[tuple[int, str]] = []
         limit = timedelta(seconds=group.timeout)
@@ -246,7 +246,7 @@ class _OnHost:
             self._end(peer, str(error))
 
     def _end(self, peer: int, said: str) -> None:
-        """End all ranks: with the failure that is known already, if there is one."""
+        """End all ranks, with the failure that is already known, if any."""
         group, cause = self._group, "ended: its connection closed"
         if "imed out" in said:
             cause = f"sent nothing within {group.timeout:g} s"
@@ -325,7 +325,8 @@ class TorchDeviceGroup(DeviceGroup):
     def on_stream(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which torch's current stream is CuPy's."""
         cuda, handle = self._torch.cuda, self._cupy.cuda.get_current_stream().ptr
-        # NOTE: of the null stream torch's ExternalStream makes a new one, which waits for nothing.
+        # NOTE: torch's ExternalStream turns the null stream into a new stream, which waits for
+        # nothing.
         stream = (
             cuda.ExternalStream(handle, self.device) if handle else cuda.default_stream(self.device)
         )
@@ -333,9 +334,9 @@ class TorchDeviceGroup(DeviceGroup):
         return context
 
     def _whole(self, message: Message) -> Message:
-        """Return a message whose array lies together, itself if its own does.
+        """Return a message with a contiguous array: the message itself if its array is contiguous.
 
-        Heads lie apart. The host takes its time over each message of torch's, a copy is one call.
+        Heads are at a pitch. Each message of torch costs host time, and a copy is one call.
         """
         x = message.array
         if x.flags.c_contiguous:
@@ -393,7 +394,7 @@ class _OnDevice:
         self._group, self._works, self._held, self._arriving = group, works, held, arriving
 
     def begin(self) -> None:
-        """Do nothing: they are on their way."""
+        """Do nothing: the messages are already in flight."""
 
     def wait(self) -> None:
         """Let the current stream wait."""
@@ -406,9 +407,10 @@ class _OnDevice:
 
 
 def _alive(reference: Any) -> Any:
-    """Return a process group, which ends with the last reference that is not a group's here.
+    """Return a process group, which ends with its last reference outside of our groups.
 
-    One that outlives ``destroy_process_group`` would run threads while the interpreter ends.
+    A process group that outlives ``destroy_process_group`` would run threads while the interpreter
+    ends.
     """
     process_group = reference()
     if process_group is None:
@@ -458,10 +460,10 @@ def _mesh_of(size: int, method: str | None) -> Mesh | None:
 
 
 def _place(process_group: Any) -> int | str:
-    """Return the CUDA device of this rank, "cpu" where torch's group carries host memory alone."""
+    """Return the CUDA device of this rank, or "cpu" if torch's group carries host memory alone."""
     torch = _torch()
     kinds = {device.type for device in process_group._device_types}
-    # NOTE: gloo says that it carries arrays of devices, which it copies by way of the host.
+    # NOTE: gloo claims to carry device arrays, but copies them by way of the host.
     by_nccl = "cuda" in kinds and "nccl" in process_group._get_backend(torch.device("cuda")).name()
     if by_nccl and torch.cuda.is_available():
         return int(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The store of a process group of torch, where its ranks leave words for each other.
+"""The store of torch's process group, in which its ranks leave short messages.
 
 Nothing blocks in it: a rank that waits for a word looks for ranks that have failed, too.
 """
@@ -19,13 +19,13 @@ SOONEST, LATEST = 50e-6, 2e-3
 
 
 class TorchStore(Store):
-    """The store of a process group of torch, as ranks use one.
+    """The store of torch's process group, with the interface of `Store`.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup
     rank, size : int
-        Which of how many this is.
+        Number of this rank, and number of ranks.
     """
 
     def __init__(self, process_group: Any, rank: int, size: int) -> None:
@@ -36,7 +36,7 @@ class TorchStore(Store):
         self._prefix = f"cupyattn/{self.number}"
         self._failed = self._key("failed")
         self._own: str | None = None
-        #: Whether this rank knows of a rank that has failed.
+        #: Whether this rank knows that a rank has failed.
         self.has_failed = False
 
     def gather(self, key: str, rank: int, value: bytes, timeout: float, about: str) -> list[bytes]:
@@ -78,7 +78,7 @@ class TorchStore(Store):
         return there
 
     def _tried(self, call: Callable[[], Result]) -> Result:
-        """Call the store; where it does not answer the process that holds it has ended."""
+        """Call the store. If it does not answer, the process that holds it has ended."""
         try:
             return call()
         except RuntimeError as error:  # torch.distributed.DistError is one

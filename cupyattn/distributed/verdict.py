@@ -62,7 +62,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One call: rows and keys among those of all ranks, and the options that place them."""
+    """One call: rows and keys as positions in the arrays of all ranks, and the options that place
+    them."""
 
     rows: Array
     keys: Array

@@ -1,8 +1,9 @@
 """The gradients of attention: definition, mirror of the kernels, and bound of their errors.
 
-`backward_exact` is the definition in float64, `backward_mirror` follows the kernels' blocks and
-rounding points, `backward_bound` bounds how far a kernel may be from the definition, element by
-element, and `judge_backward` holds them to it. `cupyattn.attention_backward` runs the kernels.
+`backward_exact` is the definition in float64. `backward_mirror` follows the kernels' blocks and
+rounding points. `backward_bound` bounds the distance of a kernel from the definition, element by
+element, and `judge_backward` checks gradients against it. `cupyattn.attention_backward` runs the
+kernels.
 """
 
 from __future__ import annotations

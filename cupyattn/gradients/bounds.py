@@ -1,4 +1,4 @@
-"""How far the backward kernels may be from the gradients: element-wise a-priori bounds, in float64.
+"""Element-wise a-priori bounds of the errors of the backward kernels, in float64.
 
 Every formula is proved in docs/MATH_REFERENCE.md, under the tags [L43] to [L49].
 """
@@ -39,7 +39,7 @@ from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
-#: Perturbations of a score past this are worth no exponential.
+#: Largest perturbation of a score of which an exponential is computed.
 MAX_EXPONENT = 300.0
 #: Exponents certainly below this, in natural units, are flushed: 2^-126 is e^-87.3.
 FLUSHED = -200.0
@@ -49,14 +49,14 @@ LANE_SUMS = 5
 
 @dataclass(frozen=True)
 class GradientBounds:
-    """What each gradient may differ by, element by element.
+    """Bounds of the error of each gradient, element by element.
 
     Parameters
     ----------
     dq, dk, dv : dict of str to array
-        Of each gradient one array for each rounding point; they sum to its bound.
+        For each gradient, one array for each rounding point. Their sum is its bound.
     dbias, dq_weight, dk_weight : dict of str to array, optional
-        The same of the bias, and of the weights of `qk_norm`; None: not asked for.
+        The same for the bias and for the weights of `qk_norm`. None if it was not requested.
 
     Notes
     -----
@@ -83,7 +83,7 @@ class GradientBounds:
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the bounds of all blocks share."""
+    """Values that the bounds of all blocks share."""
 
     n: Numerics
     sigma: float
@@ -96,7 +96,7 @@ class _Constants:
 
 @dataclass(frozen=True)
 class _Errors:
-    """Bounds of the errors of P and dS of a block as operands, by tag, and of their magnitudes."""
+    """Bounds of the errors and magnitudes of P and dS of a block as operands, by tag."""
 
     P: Array  # R9
     largest_P: Array
@@ -127,7 +127,7 @@ def backward_bound(
     r"""Bound \|kernel - `backward_exact`\| of the operands that the kernels received (J2).
 
     `backward_exact` is then given `out` but no `lse`: P is the softmax of the scores. With the
-    bounds of a forward pass the gradients are those of exact attention [L49].
+    bounds of a forward pass, the bound refers to gradients of exact attention [L49].
 
     Parameters
     ----------
@@ -138,8 +138,8 @@ def backward_bound(
         As for `cupyattn.attention_backward`.
     out_error, lse_error : array, optional
         Bounds of the errors of `out` and `lse` themselves, such as `cupyattn.bounds.attention`
-        gives. With them the bound is about the gradients of exact attention, which
-        `backward_exact` returns without out and lse. R8 and R9 then hold what they cost. Without
+        returns. With them the bound is about the gradients of exact attention, which
+        `backward_exact` returns without out and lse. R8 and R9 then include these errors. Without
         `lse_error` the error of lse is measured, in float64.
     summed_errors : array, optional
         Not with `all_keys`: coarse rows take M and their sum from parts of their keys in a ring,
@@ -179,7 +179,7 @@ def gradient_bounds(
     lse_error: Array | None,
     summed_errors: Array | None = None,
 ) -> GradientBounds:
-    """Return what `backward_bound` does, of a settled kernel.
+    """Return the bounds that `backward_bound` returns, for a given kernel.
 
     Parameters
     ----------
@@ -507,7 +507,7 @@ def _score_errors(
 
 
 def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) -> Array:
-    """R9 of coarse rows [L46]: bound the error of log P; M and the sum are those of the scores.
+    """R9 of coarse rows [L46]: bound the error of log P, with M and the sum taken from the scores.
 
     `capped` bounds the error of a score before its bias is added.
     """
@@ -516,7 +516,7 @@ def _normalised_errors(block: GradientBlock, shared: _Constants, capped: Array) 
     admitted, natural = scores.admitted, shared.n.subtracts_first
     S = xp.where(admitted, scores.S, 0.0)
     low, high = -capped, capped + xp.zeros_like(S)
-    if shared.n.bias:  # rounding is monotone: what it does to the ends bounds what it does
+    if shared.n.bias:  # rounding is monotone: its errors at the ends bound it
         wide = capped + 2.0**-50 * xp.abs(S)
         with np.errstate(over="ignore"):
             low, high = (as_float64((S + x).astype(np.float32)) - S for x in (-wide, wide))

@@ -85,7 +85,7 @@ def gradients_of(found: Mapping[str, Array]) -> AnyGradients:
 
 @dataclass(frozen=True)
 class GradientBlock:
-    """Some of the scores of one problem, and what follows from them on the way back.
+    """Some of the scores of one problem, and the intermediate results of their backward pass.
 
     Arrays are as in `cupyattn.reference.ScoreBlock`, whose `index` they have.
 
@@ -93,12 +93,12 @@ class GradientBlock:
     ----------
     scores : ScoreBlock
     d_out, out : (batch, heads_kv, group, rows, head_dim) array, float64
-        O is the forward's where it was given.
+        O as the forward pass left it, if it was given.
     lse : (batch, heads_kv, group, rows) array, float64
         The same.
     P, dP : (batch, heads_kv, group, rows, len_kv) array, float64
     softmax, softmax_lse
-        P and lse of the scores of this block alone, whatever lse was given.
+        P and lse computed from the scores of this block alone, even if lse was given.
     delta : (batch, heads_kv, group, rows) array, float64
         The sum of dO times O, less the gradient with respect to lse.
     slope : (batch, heads_kv, group, rows, len_kv) array or float
@@ -149,7 +149,7 @@ class BiasSums:
         self._dtype = dtype
 
     def add(self, index: tuple[Any, ...], x: Array) -> None:
-        """Add (batch, heads_kv, group, rows, keys) numbers, whose places in scores `index` says."""
+        """Add (batch, heads_kv, group, rows, keys) numbers at the places `index` of the scores."""
         places, axes = [], []
         for axis, length in enumerate(self._sums.shape):
             places.append(slice(None) if length == 1 or axis >= len(index) else index[axis])
@@ -163,7 +163,7 @@ class BiasSums:
 
 
 def gradient_blocks(problem: BackwardProblem) -> Iterator[GradientBlock]:
-    """Yield all scores and what follows from them, in float64, a bounded number at a time."""
+    """Yield all scores with their intermediate results, in float64, a bounded number at a time."""
     (d_out, q, k, v, out, lse), options = problem.arrays, problem.options
     xp = array_namespace(q, k, v, d_out)
     heads_kv = k.shape[1]
@@ -234,8 +234,8 @@ def backward_exact(
     Returns
     -------
     Gradients
-        dq, shaped as q, dk and dv, shaped as k, in float64; 0 for rows and keys that attend to
-        nothing or are attended by none.
+        dq, shaped as q, dk and dv, shaped as k, in float64. They are 0 for rows that attend to no
+        key and keys to which no row attends.
 
     Raises
     ------
@@ -272,7 +272,7 @@ def backward_exact(
 
 
 def exact_gradients(problem: BackwardProblem) -> Gradients | GradientsWithBias:
-    """Return what `backward_exact` does, whose arguments `problem` holds."""
+    """Return the result of `backward_exact` for the arguments that `problem` holds."""
     d_out, q, k, v, *_ = problem.arrays
     xp = array_namespace(d_out, q, k, v)
     check_backward_shapes(*problem.arrays, d_lse=problem.d_lse)

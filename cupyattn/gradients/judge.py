@@ -54,7 +54,7 @@ class GradientShare:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What `judge_backward` found of each gradient."""
+    """Result of `judge_backward` for each gradient."""
 
     shares: tuple[GradientShare, ...]
 
@@ -84,7 +84,7 @@ def judge_backward(
     d_lse: Array | None = None,
     **options: Any,
 ) -> GradientReport:
-    """Compare gradients with those of the operands that the kernels received (J2).
+    """Compare gradients with the exact gradients of the operands that the kernels received (J2).
 
     P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
     not at all in rows where the kernels do not use it.
@@ -94,10 +94,10 @@ def judge_backward(
     gradients : (dq, dk, dv, ...)
         What `cupyattn.attention_backward` returned.
     d_out, q, k, v, out, lse, d_lse
-        What it was given, layout BHSD.
+        Arguments of that call, in layout BHSD.
     **options
-        As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask, and
-        with `qk_norm` also qk_norm_eps, rope, rope_interleaved and rope_offset_q.
+        Options of that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask,
+        and with `qk_norm` also qk_norm_eps, rope, rope_interleaved and rope_offset_q.
 
     Returns
     -------

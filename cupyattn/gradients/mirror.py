@@ -1,4 +1,4 @@
-"""How the backward kernels compute gradients: the same blocks, rounded at the same points.
+"""Mirror of the backward kernels: the same blocks, rounded at the same points.
 
 As in `cupyattn.reference.attention`, the order inside one product or one sum is NumPy's.
 """
@@ -52,7 +52,7 @@ def backward_mirror(
     grad_bias : bool
         As for `cupyattn.gradients.backward_exact`.
     deterministic : bool
-        Form to mirror: it decides how many keys dQ takes at a time.
+        Whether to mirror the ordered form. This decides how many keys are added to dQ at a time.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `cupyattn.reference.attention_exact`.
     all_keys : bool
@@ -89,7 +89,7 @@ def backward_mirror(
 def mirror_gradients(
     problem: BackwardProblem, kernel: BackwardKernel
 ) -> Gradients | GradientsWithBias:
-    """Return the gradients as a settled kernel computes them, in its tiles; dbias is in float32.
+    """Return the gradients as a given kernel computes them, in its tiles. dbias is in float32.
 
     Parameters
     ----------

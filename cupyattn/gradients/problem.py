@@ -1,4 +1,4 @@
-"""A backward pass as definition, mirror and bound take it: arrays, and what makes its scores."""
+"""A backward pass as definition, mirror and bound take it: arrays and options of its scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BackwardProblem:
     scale : float or None
         Softmax scale; None: ``head_dim ** -0.5``.
     options : mapping
-        What changes and masks scores (`cupyattn.problem.settings.Settings.scores`).
+        Options that change and mask scores (`cupyattn.problem.settings.Settings.scores`).
     all_keys : bool
         Whether the rows attend to no keys but these.
     d_lse : array, optional
@@ -39,7 +39,8 @@ class BackwardProblem:
         M and the factor of coarse rows, over all their keys, (batch, heads, len_q); not with
         `all_keys`.
     of_bias : tuple of int, optional
-        Shape of the gradient of the bias, axes that broadcast being 1; None: it is not wanted.
+        Shape of the gradient of the bias, with 1 for axes that broadcast. None if it is not
+        requested.
     """
 
     d_out: Array
@@ -60,8 +61,8 @@ class BackwardProblem:
         cls, function: str, received: Sequence[Any], q: Any, k: Any, v: Any,
         options: Mapping[str, Any], all_keys: bool, grad_bias: bool,
     ) -> BackwardProblem:  # fmt: skip
-        """Tell scale and options apart; `function` is whose arguments they are, and `received` are
-        d_out, out, lse and d_lse."""
+        """Separate the scale from the options of `function`. `received` holds d_out, out, lse and
+        d_lse."""
         settings, arrays = parse(function, q, k, v, options)
         d_out, out, lse, d_lse = received
         scores = settings.scores(arrays)
@@ -75,7 +76,7 @@ class BackwardProblem:
         return self.d_out, self.q, self.k, self.v, self.out, self.lse
 
     def portable_kernel(self, *, deterministic: bool) -> BackwardKernel:
-        """Settle the portable form of operands that lie wherever they like.
+        """Choose the portable form, for operands at any alignment.
 
         Raises
         ------

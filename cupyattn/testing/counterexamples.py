@@ -1,4 +1,4 @@
-"""Counterexamples: what an output outside its bound was made of, in a file that replays it."""
+"""Counterexamples: files with the inputs of an output outside its bound, to replay it."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from cupyattn.kernels.numerics import Foreign, Numerics, Shifts
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 
-#: Arrays of more bytes than this are not kept: a test that fails on them has its inputs in itself.
+#: Largest total size of kept arrays, in bytes.
 MOST_BYTES = 2**28
-#: Options of `judge` that no file holds.
+#: Options of `judge` that are not stored.
 _LEFT_OUT = ("quantized", "exact")
-#: What reading a damaged file raises: zipfile a RuntimeError for bits that it does not know.
+#: Errors that reading a damaged file raises. zipfile raises RuntimeError for unknown flag bits.
 _DAMAGE = (
     ValueError, TypeError, EOFError, LookupError, AttributeError, RuntimeError,
     zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-#: Entry with everything that is no array, as JSON.
+#: Entry with all values that are not arrays, as JSON.
 _NOTES = "notes"
 
 
 @dataclass(frozen=True, eq=False)
 class Counterexample:
-    """An output outside its bound, with all that `judge` was given.
+    """An output outside its bound, with all arguments of `judge`.
 
     ``judge(c.o, c.q, c.k, c.v, **c.options)`` judges it again.
 
@@ -50,7 +50,7 @@ class Counterexample:
     test : str
         The test that failed, as pytest names it.
     message : str
-        What the judge said.
+        Message of the judge.
     """
 
     o: Any
@@ -112,7 +112,7 @@ def load_counterexample(path: str | os.PathLike[str]) -> Counterexample:
     OSError
         If it cannot be read.
     ValueError
-        If it is no such file.
+        If the file is not a counterexample.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def replayed(path: str) -> tuple[Any, Any, Any, dict[str, Any]]:
 
 
 def _on_host(name: str, value: Any) -> Any:
-    """Return arrays as NumPy copies, also those in a pair; anything else as it is."""
+    """Return arrays, also in a pair, as NumPy copies, and anything else unchanged."""
     if isinstance(value, tuple | list):
         return tuple(_on_host(name, x) for x in value)
     if isinstance(value, BlockMask):
@@ -158,7 +158,7 @@ def _on_host(name: str, value: Any) -> Any:
 
 
 def _encoded(value: Any, name: str, arrays: dict[str, Any]) -> Any:
-    """Return a value as JSON has it; its arrays go to `arrays`, under names that it mentions."""
+    """Return a value as JSON. Its arrays go to `arrays`, and the JSON holds their names."""
 
     def inner(fields: Mapping[str, Any]) -> dict[str, Any]:
         prefix = f"{name}." if name else ""

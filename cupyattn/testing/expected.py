@@ -1,4 +1,4 @@
-"""What `cupyattn.testing.judge` holds the output of a kernel to, and in which rows."""
+"""Exact results and bounds with which `cupyattn.testing.judge` compares outputs, and their rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from cupyattn.problem.attention import KernelCall
 from cupyattn.problem.checks import check_scale
 from cupyattn.reference.exact import attention_exact
 
-#: Scores (batch heads len_q len_kv) up to which every row is judged.
+#: Largest number of scores (batch heads len_q len_kv) of a call of which every row is judged.
 SMALL_CELL = 2**22
-#: Tag of an element whose error is larger beside the prediction of its codes.
+#: Tag of an element that is worse against the prediction of its codes than against exact attention.
 PREDICTED = "predicted codes"
-#: Query rows that are drawn at random in larger cells, and at most as many at the tiles' edges.
+#: Number of random query rows in larger calls. At most as many at edges of tiles are added.
 SAMPLED_ROWS = 64
 
 
@@ -42,9 +42,9 @@ def sample_rows(
     block_q : int
         Rows of a tile.
     seed : int
-        Of the draw.
+        Seed of the draw.
     count : int
-        Rows to draw; of the rows at tile edges as many are taken, if there are more.
+        Rows to draw, and the largest number of rows at edges of tiles.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def sample_rows(
 
 @dataclass(frozen=True)
 class Element:
-    """An element of O; fields as those of `cupyattn.testing.Report`."""
+    """An element of O, with the fields of `cupyattn.testing.Report`."""
 
     ratio: float
     at: tuple[int, ...]
@@ -82,7 +82,7 @@ class Element:
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """What `judge` holds the output of a kernel to.
+    """Exact results and bounds with which `judge` compares the output of a kernel.
 
     Parameters
     ----------
@@ -91,13 +91,13 @@ class Expectation:
     o : (batch, heads, len(rows), head_dim) array
         Exact attention of the operands that the kernel multiplies, float64.
     lse : (batch, heads, len(rows)) array
-        Log-sum-exp of the same, with the score of the mean of K where smoothing took it off.
+        Log-sum-exp of the same. If smoothing subtracted the mean of K, its score is included.
     bound : Bound
-        What an output may differ by.
+        Bound of the error of an output.
     predicted : Prediction or None
-        The output that predicted codes give; None where P is no codes, or tiles are not known.
+        The output of predicted codes. None if P is not codes or the tiles are unknown.
     of_exact : (array, array)
-        What `exact` returned for these rows.
+        Result of `exact` for these rows.
     """
 
     rows: Array
@@ -146,7 +146,8 @@ class Expectation:
         return Element(ratio, here, float(value[at]), float(beside[at]), float(total[at]), tag)
 
     def _judgements(self, value: Array) -> Iterator[tuple[Array, Array, Array, str]]:
-        """Yield ratios of O, beside what, their bounds, and a tag if all elements share it."""
+        """Yield ratios of O, the expected values, their bounds, and a tag if all elements share
+        it."""
         total = self.bound.total
         yield ratio_to_bound(value, self.o, total), self.o, total, ""
         if (of_codes := self.predicted) is not None:
@@ -164,7 +165,7 @@ def expectation(
     codes: bool = True,
     of_exact: tuple[Array, tuple[Array, Array]] | None = None,
 ) -> Expectation:
-    """Compute what outputs of a kernel are held to, once for many outputs of the same operands.
+    """Compute exact results and bounds once, for many outputs of the same operands.
 
     Parameters
     ----------
@@ -172,8 +173,8 @@ def expectation(
     numerics, rows, seed, exact
         As for `cupyattn.testing.judge`.
     codes : bool
-        Whether form and tiles of `received` are those of the call, as in the record of a plan, so
-        that codes of P can be predicted. Those of given `numerics` never are.
+        Whether the call ran with form and tiles of `received`, as in the record of a plan. If so,
+        codes of P can be predicted. Codes of given `numerics` are never predicted.
     of_exact : (array, (array, array)), optional
         Rows, and exact attention in them, of an `Expectation` of the same operands.
     """
@@ -207,7 +208,7 @@ def expectation(
 def options_of_exact(received: KernelCall, rows: Array) -> dict[str, Any]:
     """Return the options of exact attention."""
     call = received.kernel.call
-    # NOTE: what remembers exact attention knows calls by their options, the default scale as None.
+    # NOTE: a cache of exact attention has the options as its key, the default scale as None.
     scale = None if call.scale == check_scale(None, call.head_dim) else call.scale
     return {"scale": scale, "rows": rows, **received.scores}
 
@@ -220,14 +221,14 @@ def operands_of(received: KernelCall) -> tuple[Any, Any, Any]:
 
 
 def mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Array:
-    """Return sigma q.mean: what the mean of the keys adds to every score of a row."""
+    """Return sigma q.mean, which the mean of the keys adds to every score of a row."""
     sigma = check_scale(scale, q.shape[-1])
     mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)
     return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)
 
 
 def worst_of(ratio: Array) -> tuple[float, tuple[int, ...]]:
-    """Return the largest ratio and where it stands; nothing at all is within any bound."""
+    """Return the largest ratio and its index, or 0 for an empty array."""
     if ratio.size == 0:
         return 0.0, ()
     index = np.unravel_index(int(ratio.argmax()), ratio.shape)

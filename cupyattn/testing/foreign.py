@@ -1,4 +1,4 @@
-"""`numerics`: what a kernel of another library rounds, in the words of its documents."""
+"""`numerics`: the rounding points of another library's kernel, in the words of its documents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def numerics(
     tanh: float = TANH_APPROX_ERROR,
     scaled_q: str | None = None,
 ) -> Numerics:
-    """Say what a kernel of another library rounds, for `judge` and `assert_within_bound`.
+    """Describe the roundings of another library's kernel, for `judge` and `assert_within_bound`.
 
     Types are ``"fp32"``, ``"fp16"``, ``"bf16"`` or their long names, and ``"e4m3"``.
 
@@ -40,14 +40,14 @@ def numerics(
         Type of P, the weights, where they multiply V: ``"fp16"``, or ``"fp16 P"``. Weights are
         summed before that rounding.
     accumulate : {"fp32", "fp16", "fp22"}
-        What both products are summed in; ``"fp22"`` is what Hopper's tensor cores make of 8-bit
-        floats.
+        Type in which both products are summed. ``"fp22"`` is the accumulator of Hopper's tensor
+        cores for 8-bit floats.
     promote : int, optional
-        Keys after which partial sums of P.V are added up in float32, where `accumulate` is less.
+        Keys after which partial sums of P.V are added up in float32, if `accumulate` is narrower.
     scores : {"fp32", "fp16", "bf16"}
-        What scores are stored as, before and after the scale and a bias.
+        Type in which scores are stored, before and after the scale and a bias.
     exponential : float
-        Largest relative error of one exponential: 2^-22 is that of ``ex2.approx.ftz.f32``.
+        Largest relative error of one exponential, 2^-22 for ``ex2.approx.ftz.f32``.
     order : {"sequential", "any"}
         ``"sequential"``: keys are taken from first to last or from last to first, in steps of any
         size. ``"any"``: in any order, or in up to 128 slices that are merged, in steps of at least
@@ -56,10 +56,10 @@ def numerics(
         Codes that the kernel makes of q and k, and of v: symmetric, with a scale for each head at
         the coarsest (INT8) or for each tensor (e4m3). The mean of the keys may be subtracted first.
     out : {"fp32", "fp16", "bf16"}, optional
-        Type of the result; that of q when omitted.
+        Type of the result. The default is q's type.
     tanh : float
-        Largest relative error of the tanh of a softcap: 2^-11 is that of ``tanh.approx.f32``,
-        2^-21 that of ``tanhf``.
+        Largest relative error of the tanh of a softcap, 2^-11 for ``tanh.approx.f32`` and 2^-21 for
+        ``tanhf``.
     scaled_q : {"fp32", "fp16", "bf16"}, optional
         Type in which q is stored after its multiplication by the scale. The scores are scaled when
         omitted.
@@ -67,12 +67,12 @@ def numerics(
     Returns
     -------
     Numerics
-        What the bounds take. docs/MATH_REFERENCE.md, §14, proves the bound.
+        Argument of the bounds. docs/MATH_REFERENCE.md, §14, proves the bound.
 
     Raises
     ------
     ValueError
-        For a word that is none of these.
+        For a word that is not listed here.
 
     Examples
     --------
@@ -128,8 +128,7 @@ def _short(name: str) -> str:
 
 
 def _known(argument: str, given: Any, known: Collection[str]) -> str:
-    """Return the name of a type as the bounds know it; raise ValueError where it is none of
-    `known`."""
+    """Return the name of a type in the bounds. Raise ValueError if it is not in `known`."""
     word = given.strip().lower() if isinstance(given, str) else ""
     name = _LONG.get(word, word)
     if name not in known:

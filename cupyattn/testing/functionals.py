@@ -1,4 +1,4 @@
-"""Sums over the channels of a row that an error of P cannot hide in.
+"""Sums over the channels of a row, which show errors of P that single elements hide.
 
 An error of one weight moves all channels of a row along the value of its key. So the sum of a row's
 errors along a direction has a narrower certain bound than its elements have together. The proof is
@@ -23,7 +23,7 @@ from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.attention import KernelCall
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
-#: Keys of a group, whose scale of K may be off.
+#: Keys of a group that is tested for a wrong scale of K.
 GROUP = 64
 #: Share of the elements' bounds that covers float64's own roundings of a sum.
 FLOAT64 = 2.0**-20
@@ -36,11 +36,12 @@ class FunctionalRatio:
     Parameters
     ----------
     name : str
-        Along what errors of a row are summed: the kind of fault that moves the row so.
+        Direction along which errors of a row are summed, named by the kind of fault that moves a
+        row so.
     ratio : float
         As a fraction of its bound; it must not exceed 1.
     index : tuple of int
-        Where: (batch, head, row), and the key or the first key of the group where there is one.
+        Place of the error: (batch, head, row), and the key or the first key of the group, if any.
     """
 
     name: str
@@ -108,7 +109,8 @@ def sums_over_channels(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A block of rows: errors, the bounds of their elements, and what its weights may be off by."""
+    """A block of rows: errors, bounds of their elements, and bounds of the errors of its
+    weights."""
 
     block: ScoreBlock
     v: Array

@@ -1,4 +1,4 @@
-"""Holding outputs to what is expected of them: by a kernel that is known, or by several tried."""
+"""Judgement of outputs of a known kernel, or by the first of several kernels that fits."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from cupyattn.testing.parts import Part
 from cupyattn.testing.report import Report
 from cupyattn.testing.signed import SignedRatio, SignedRun, judge_signed
 
-#: Rows without a bound that a report names.
+#: Largest number of rows without a bound that a report names.
 FIRST_UNBOUNDED = 4
 
 
 @dataclass(frozen=True)
 class Further:
-    """What O is held to beside exact attention; fields as the options of `judge`.
+    """Further judgements of O, with the options of `judge` as fields.
 
-    `codes` says whether form and tiles are those of the call: as for `expectation`.
+    `codes` says whether the call ran with this form and these tiles, as for `expectation`.
     """
 
     signed: SignedRun | None = None
@@ -53,12 +53,12 @@ NOTHING_FURTHER = Further()
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An output beside what it is held to.
+    """An output and its judgement.
 
     Parameters
     ----------
     received : KernelCall
-        The kernel that is taken to have made it.
+        The kernel that is assumed to have made the output.
     known : Expectation
     o : Array
         The rows that are judged, float64.
@@ -96,7 +96,7 @@ def judge_kernel(
     exact: Callable[..., Any] = attention_exact,
     further: Further = NOTHING_FURTHER,
 ) -> Report:
-    """Judge the output of a kernel, such as that of a prepared call.
+    """Judge the output of a kernel, such as the output of a prepared call.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def judge_kernel(
     o, lse, numerics, rows, seed, exact
         As for `cupyattn.testing.judge`.
     further : Further
-        What is judged beside the elements of O and lse.
+        Judgements beside the elements of O and lse.
     """
     check_values("rows", rows)
     check_shapes(received, o, lse)
@@ -132,7 +132,7 @@ def judge_parts(
     Parameters
     ----------
     parts : sequence of Part
-        One output, or that of each packed sequence.
+        One output, or the output of each packed sequence.
     tried : sequence of (str, Tiles)
         Form and tiles of each kernel, the likeliest first.
     rows, seed, exact, further
@@ -141,7 +141,7 @@ def judge_parts(
     Returns
     -------
     list of Report
-        One for each part. If no kernel holds, but the widest bound of them does, they are of the
+        One for each part. If only the widest bound of all kernels holds, the reports are of the
         kernel that came closest, and `undecided`.
     """
     check_values("rows", rows)
@@ -190,7 +190,7 @@ def named(received: KernelCall) -> str:
 
 
 def check_shapes(received: KernelCall, o: Array, lse: Array | None) -> None:
-    """Raise ValueError unless O and lse have the shapes that the operands ask for."""
+    """Raise ValueError unless O and lse have the shapes that follow from the operands."""
     q, *others = operands_of(received)
     array_namespace(o, q, *others)
     shape = tuple(q.shape)
@@ -211,7 +211,7 @@ def hold(
     numerics: Numerics | None = None,
     seed: int = 0,
 ) -> Held:
-    """Hold an output to what is expected of it."""
+    """Judge an output by its expectation."""
     rows, bound = known.rows, known.bound
     scored = options_of_exact(received, rows)
     value = as_float64(o[:, :, rows])
@@ -229,7 +229,7 @@ def hold(
 
 
 def _held_to_widest(held: Sequence[Held], part: Part) -> Held:
-    """Hold a part to the widest bound of all that it was held to, which no codes narrow.
+    """Judge a part by the widest of its bounds, without predicted codes.
 
     Signed values and sums are taken from the kernel that comes closest in them.
     """
@@ -251,7 +251,8 @@ def _ratio(judgement: SignedRatio | FunctionalRatio) -> float:
 def _worst_lse(
     known: Expectation, lse: Array | None
 ) -> tuple[float, tuple[int, ...]] | tuple[None, None]:
-    """Return the largest error of lse as a fraction of its bound, and where; None without lse."""
+    """Return the largest error of lse as a fraction of its bound, and its index; None without
+    lse."""
     if lse is None:
         return None, None
     value = as_float64(lse[:, :, known.rows])
@@ -305,8 +306,8 @@ def _exact_of_caller(
 ) -> tuple[Array, Array] | None:
     """Return exact attention (o, lse) of the caller's arrays.
 
-    `scored` are its options. None where the arrays are not known, or are those that the kernel
-    multiplies.
+    `scored` are its options. None if the arrays are unknown, or if the kernel multiplies these
+    arrays unchanged.
     """
     (q, k, v), preparation = received.rows, received.preparation
     if q is None or (received.quantized is None and preparation is None):
@@ -323,10 +324,10 @@ def _quantisation(
     of_caller: tuple[Array, Array] | None,
     scored: dict[str, Any],
 ) -> float | None:
-    """J3: hold exact attention (o, lse) of the operands to that of the caller's arrays.
+    """J3: compare exact attention (o, lse) of the operands with that of the caller's arrays.
 
-    `scored` are the options of exact attention. None where nothing was quantised, or the arrays are
-    not known.
+    `scored` are the options of exact attention. None if nothing was quantised, or the arrays are
+    unknown.
     """
     (q, k, v), preparation, quantized = received.rows, received.preparation, received.quantized
     if quantized is None or of_caller is None:
@@ -348,7 +349,7 @@ def _quantisation(
 
 
 def _finite(*arrays: Array | None) -> bool:
-    """Say whether all numbers are finite, of the arrays that are there."""
+    """Return whether all numbers of the arrays that are not None are finite."""
     return all(bool(array_namespace(x).isfinite(x).all()) for x in arrays if x is not None)
 
 
@@ -367,7 +368,7 @@ def _norm(x: Array) -> float:
 
 
 def _tightness(bound: Array, size: Array) -> float:
-    """Return the median over rows of rms(bound) / rms(size), of the rows where that means much."""
+    """Return the median over rows of rms(bound) / rms(size), over rows where it is meaningful."""
     xp = array_namespace(bound)
     rms = xp.sqrt((size * size).mean(axis=-1))
     fraction = xp.sqrt((bound * bound).mean(axis=-1)) / xp.where(rms > 0, rms, xp.nan)

@@ -11,19 +11,19 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-#: Kinds of faults, and what they do.
+#: Kinds of faults, and the change that each makes.
 KINDS = {
     "barrier": "a barrier, fence or wait is removed",
     "operand": "two operands or arguments are swapped, or a sign is",
     "edge": "a comparison, a bound or an end of a range is off by one or the wrong way round",
     "scale": "a factor, a sum, a constant or an exponential is wrong",
 }
-#: A name, a member, an element or a call: what may be swapped without brackets around it.
+#: A name, a member, an element or a call: operands that can be swapped without brackets.
 _OPERAND = (
     r"(?:[A-Za-z_]\w*(?:(?:\.|->|::)\w+|\[[^\[\]]*\]|\([^()]*\))*|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?f?)"
 )
 _SYNCHRONISES = r"\w*(?:sync|barrier|fence|wait|commit|arrive)\w*"
-#: PTX that orders something, in a string.
+#: PTX instructions in a string that order memory accesses or threads.
 _ORDERS = (
     r"(?:bar\.|barrier|fence|membar|mbarrier|cp\.async\.(?:wait|commit|bulk\.(?:wait|commit))|"
     r"wgmma\.(?:fence|wait|commit))"
@@ -46,7 +46,7 @@ class Mutant:
     kind : str
         One of `KINDS`.
     line : int
-        Of the fault.
+        Line of the fault.
     before, after : str
         Its lines in the source, and in the mutant.
     text : str
@@ -63,7 +63,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class _Operator:
-    """A fault: where it may be planted, and what stands there then."""
+    """A kind of fault: the pattern that it replaces, and the replacement."""
 
     kind: str
     pattern: re.Pattern[str]
@@ -142,7 +142,7 @@ _NO_CODE = re.compile(
 
 
 def machine_code(ptx: str) -> str:
-    """Return PTX without what names files, lines and debug sections."""
+    """Return PTX without names of files, lines and debug sections."""
     lines = ptx.partition(".section")[0].splitlines()
     return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
 

@@ -1,4 +1,4 @@
-"""The output of one call, as parts that are judged one by one, and the kernels that may have run.
+"""The output of one call as parts that are judged one by one, and the kernels that may have run.
 
 A part is attention of arrays of layout (batch, heads, len, head_dim): the call itself, or one of
 its packed sequences. Lengths of padded entries become a mask, which admits the same keys.
@@ -27,25 +27,25 @@ from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one
 from cupyattn.problem.settings import NO_WINDOW, Settings
 from cupyattn.testing.sinks import with_sinks
 
-#: Arrays that say how long sequences or entries are.
+#: Arrays with the lengths of sequences or entries.
 LENGTHS = (*SEQUENCES, *COUNTS)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """An output, and the operands that it is attention of.
+    """An output, and the operands of its attention.
 
     Parameters
     ----------
     settings : Settings
-        Of attention on these operands alone.
+        Settings of attention on these operands alone.
     arrays : mapping
         As `cupyattn.problem.settings.parse` names them.
     quantized : QuantizedQKV or None
     o : (batch, heads, len_q, head_dim) array
     lse : (batch, heads, len_q) array or None
     given : array
-        The caller's output, which this is or is a part of.
+        The caller's output, of which `o` is all or a part.
     entry : int, optional
         Number of the packed sequence.
     """
@@ -59,7 +59,7 @@ class Part:
     entry: int | None = None
 
     def received(self, form: str | None, tiles: Tiles | None) -> KernelCall:
-        """Return what a kernel of a form and tiles received."""
+        """Return the call that a kernel of a form and tiles received."""
         settings = self.settings._replace(tiles=tiles)
         return kernel_call(settings, self.arrays, quantized=self.quantized, form=form)
 
@@ -72,17 +72,17 @@ def parts_of(
     lse: Array | None,
     sinks: Array | None = None,
 ) -> list[Part]:
-    """Return what is judged of a call.
+    """Return the parts of a call, each to be judged by itself.
 
     Parameters
     ----------
     settings, arrays
-        Of the call, arrays as NumPy or CuPy has them.
+        Settings and arrays of the call, as NumPy or CuPy arrays.
     quantized : QuantizedQKV or None
     o, lse
         As the call returns them.
     sinks : (heads,) array, optional
-        Beside a kernel of another library.
+        Sinks of a kernel of another library.
     """
     given = o
     packed = "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays
@@ -102,7 +102,7 @@ def parts_of(
 
 
 def _sinking(part: Part, sinks: Array, counts: Array | None) -> Part:
-    """Return a part with sinks as one without; `counts` are its rows, if they are fewer."""
+    """Return a part with sinks as one without. `counts` are its rows, if fewer count."""
     settings, arrays = with_sinks(part.settings, part.arrays, sinks, counts)
     return replace(part, settings=settings, arrays=arrays)
 
@@ -110,7 +110,7 @@ def _sinking(part: Part, sinks: Array, counts: Array | None) -> Part:
 def _masked(
     settings: Settings, arrays: Mapping[str, Any], quantized: Any
 ) -> tuple[Settings, dict[str, Any]]:
-    """Return a call on padded entries as one whose mask admits what their lengths do."""
+    """Return a call on padded entries as one whose mask admits the keys within their lengths."""
     q, k, v = (arrays[name] for name in "qkv")
     like = q if quantized is None else quantized.q_codes
     shape = tuple(like.shape) if quantized is None else quantized.shape
@@ -203,13 +203,13 @@ def _sequences(
 
 
 def with_longest(settings: Settings, arrays: Mapping[str, Any]) -> Settings:
-    """Return settings of packed sequences that may be as long as mask and bias have room for.
+    """Return settings of packed sequences whose longest length is the size of mask and bias.
 
     Parameters
     ----------
     settings : Settings
     arrays : mapping
-        Of the call, by name.
+        Arrays of the call, by name.
     """
     longest: list[int | None] = []
     for axis, name in ((-2, "cu_seqlens_q"), (-1, "cu_seqlens_k")):
@@ -223,7 +223,7 @@ def with_longest(settings: Settings, arrays: Mapping[str, Any]) -> Settings:
 def _corner(
     x: Array, entry: int, lengths: tuple[int, int], longest: tuple[int, int]
 ) -> Array:
-    """Return the part of a mask or bias that is of one sequence: its top left corner."""
+    """Return the part of a mask or bias for one sequence: its top left corner."""
     x = x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
     first = slice(entry, entry + 1) if x.shape[0] > 1 else slice(None)
     ends = (slice(n if size > 1 or most == 1 else None)
@@ -239,16 +239,16 @@ def kernels_tried(
     Parameters
     ----------
     settings, arrays, quantized
-        Of the call, as for `parts_of`. Tiles of the settings are those of the call.
+        As for `parts_of`. If the settings have tiles, the call ran with them.
     form : str, optional
-        That of the call, if it is known.
+        Form of the call, if known.
 
     Returns
     -------
     list of (str, Tiles)
-        Form and tiles on each architecture, those of the arrays' own device first. Operands count
-        as aligned, with the strides that they have and with those of fresh arrays: copies on a
-        host may lie elsewhere than the arrays of the call did.
+        Form and tiles on each architecture, the arrays' device first. Operands count as aligned,
+        with their strides and with the strides of new arrays: copies on a host may be aligned
+        otherwise than the arrays of the call.
 
     Raises
     ------
@@ -272,7 +272,7 @@ def kernels_tried(
 def problem_of_call(
     settings: Settings, arrays: Mapping[str, Any], quantized: Any
 ) -> AttentionProblem:
-    """Return a call as `cupyattn.attention` resolves it where its arrays lie."""
+    """Return a call as `cupyattn.attention` resolves it on the device of its arrays."""
     if quantized is None:
         present = {n: a for n, a in arrays.items() if a is not None or n in "qkv"}
     else:  # whose rows were prepared before

@@ -23,7 +23,7 @@ from cupyattn.testing.watching import WATCHED
 if TYPE_CHECKING:
     import pytest
 
-#: Counterexamples that the folder holds at most, one for each test; the oldest make room.
+#: Largest number of counterexamples in the folder, one for each test. The oldest are removed.
 MOST_FILES = 100
 #: Seconds after which an unfinished file belongs to a run that was killed.
 ABANDONED = 3600.0
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Note which file is replayed, for the time of this run."""
+    """Note which file is replayed during this run."""
     given, before = config.getoption(_REPLAY), WATCHED.replay
     if given is None:
         return
@@ -64,7 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _around_all_others(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a hook run around those that make an expected failure none."""
+    """Let a hook run around the hooks that turn an expected failure into a pass."""
     with contextlib.suppress(ImportError):  # without pytest the module is looked at, and no more
         import pytest
 
@@ -84,12 +84,12 @@ def pytest_runtest_makereport(
 
 
 def pytest_runtest_teardown() -> None:
-    """Watch it no more, and let go of its arrays."""
+    """Stop watching the test, and release its arrays."""
     WATCHED.test, WATCHED.failure = "", None
 
 
 def _written(item: pytest.Item, failure: Any) -> str:
-    """Write a counterexample; return the line that replays it, or why there is none."""
+    """Write a counterexample. Return the line that replays it, or the reason why none was kept."""
     config = item.config
     folder = Path(config.getoption(_FOLDER) or config.rootpath / ".cupyattn")
     path = folder / file_name(item.nodeid)
@@ -119,7 +119,7 @@ def file_name(test: str) -> str:
 
 
 def prune(folder: Path) -> None:
-    """Remove the oldest files past `MOST_FILES`, and those that killed runs left unfinished."""
+    """Remove the oldest files past `MOST_FILES`, and unfinished files of killed runs."""
     kept = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another worker was faster

@@ -1,4 +1,4 @@
-"""What the judge found, in fields and in words."""
+"""The judge's report, in fields and in words."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from cupyattn.testing.functionals import FunctionalRatio
 from cupyattn.testing.signed import SignedRatio
 
-#: What ran, where no record of it goes with an output: JAX copies what a kernel wrote.
+#: Words for an output without a record of its call. For example, JAX copies a kernel's output.
 NOBODY = "not known, as no record of it goes with o (a copy, or of a plan or another library)"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `judge` found.
+    """Result of `judge`.
 
     Parameters
     ----------
     variant : str
-        The rung judged, or what `cupyattn.testing.numerics` calls a kernel of another library.
+        The rung judged, or the name that `cupyattn.testing.numerics` gives a kernel of another
+        library.
     rows : int
         Query rows looked at, of each (batch, head).
     judged : int
@@ -28,16 +29,15 @@ class Report:
     unbounded : int
         Rows looked at that have no bound (docs/MATH_REFERENCE.md, §18).
     unbounded_rows : tuple of (int, int, int)
-        The first of these, four at most: (batch, head, row).
+        Indices (batch, head, row) of the first of these rows, four at most.
     ratio : float
-        Largest error of O as a fraction of its bound (J2); it must not exceed 1. Where P is codes
-        and `judge` knows the tiles of the call, the larger of that and the error beside the
-        predicted codes.
+        Largest error of O as a fraction of its bound (J2); it must not exceed 1. If P is codes and
+        `judge` knows the tiles of the call, also the largest error against the predicted codes.
     index : tuple of int
         Where: (batch, head, row, channel).
     value, expected, bound : float
-        There: the output, exact attention, and what they may differ by; or the output, its
-        prediction, and what these may differ by.
+        There: the output, exact attention or the prediction of the output, and the bound of their
+        difference.
     tag : str
         There: the rounding point with the largest share of the bound, or "predicted codes".
     lse_ratio : float or None
@@ -45,30 +45,30 @@ class Report:
     lse_index : tuple of int or None
         Where: (batch, head, row).
     relative_l2 : float
-        ``norm(o - exact) / norm(exact)`` over the rows looked at, exact attention being that of
-        the operands which the kernel multiplies. It decides nothing.
+        ``norm(o - exact) / norm(exact)`` over the rows looked at, with exact attention of the
+        operands that the kernel multiplies. It affects no verdict.
     tightness : float
-        Median over rows of ``rms(bound) / rms(exact)``: below 1, zeros would fail. The narrower
-        bound of each element, where codes are predicted.
+        Median over rows of ``rms(bound) / rms(exact)``: below 1, zeros would fail. If codes are
+        predicted, the narrower bound of each element is taken.
     quantisation : float or None
         J3: largest difference between exact attention of the INT8 operands and of the caller's
         arrays, as a fraction of its bound; it must not exceed 1.
     relative_l2_given : float or None
-        The same norm against exact attention of the caller's arrays: what quantising or preparing
-        them cost is in it. It decides nothing. None where they were not given.
+        The same norm against exact attention of the caller's arrays: it includes the error of
+        quantising or preparing them. It affects no verdict. None if they were not given.
     signed : SignedRatio or None
-        The largest error with signed values; None where they were not asked for.
+        The largest error with signed values. None if they were not requested.
     sums : tuple of FunctionalRatio
-        The largest errors of sums over the channels of a row, where they were asked for.
+        The largest errors of sums over the channels of a row, if they were requested.
     ran : str
-        What made the output: "device", "interpreter" or "mirror"; "" where that is not known, as of
-        NumPy arrays that this library did not make.
+        What made the output: "device", "interpreter" or "mirror". "" if unknown, as for NumPy
+        arrays that this library did not make.
     held_to : str
-        Which form and tiles the bound is of, and whether they were given or assumed; or that it is
-        the widest of several, and why.
+        Form and tiles of the bound, and whether they were given or assumed. For the widest of
+        several bounds, the reason.
     undecided : bool
-        Whether the output leaves the bound of every form that was tried, and stays within the
-        widest of them, which any tiles meet.
+        Whether the output leaves the bound of every form that was tried, but stays within the
+        widest of them.
     """
 
     variant: str
@@ -162,7 +162,7 @@ class Report:
 
 
 def merged(reports: Sequence[Report], entries: Sequence[int | None]) -> Report:
-    """Return the report of a call of several outputs, the worst of each ratio.
+    """Return the report of a call with several outputs: the worst of each ratio.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def merged(reports: Sequence[Report], entries: Sequence[int | None]) -> Report:
 
 
 def _of_entry(report: Report, entry: int) -> Report:
-    """Return the report of a packed sequence, its places with the number of the sequence."""
+    """Return the report of a packed sequence, with its number in all indices."""
     return replace(
         report,
         index=(entry, *report.index[1:]) if report.index else (),

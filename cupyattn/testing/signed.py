@@ -18,8 +18,8 @@ from cupyattn.bounds.signed import FAILURE, signed_bound
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.attention import KernelCall
 
-#: Runs the call that is judged on other values: ``run(v) -> o``, or ``run(quantized) -> o`` where
-#: the operands were quantised. O may be anything with DLPack.
+#: Runs the judged call on other values: ``run(v) -> o``, or ``run(quantized) -> o`` if the operands
+#: were quantised. O may be any array with DLPack.
 SignedRun = Callable[[Any], Array]
 
 
@@ -32,9 +32,9 @@ class SignedRatio:
     ratio : float
         As a fraction of its bound; it must not exceed 1.
     index : tuple of int
-        Where: (draw of signs, batch, head, row, channel).
+        Place of the error: (draw of signs, batch, head, row, channel).
     value, expected, bound : float
-        There.
+        At that place.
     """
 
     ratio: float
@@ -68,7 +68,7 @@ def with_signs(received: KernelCall, rng: np.random.Generator) -> tuple[KernelCa
                 "leave signed out"
             )
         signed = replace(quantized, v=quantized.v * draw_signs(quantized.v, rng))
-        # NOTE: the caller's arrays say what quantising cost (J3), which signs do not change.
+        # NOTE: the caller's arrays serve J3, the error of quantising, which signs do not change.
         unknown = {**received.arrays, **dict.fromkeys("qkv")}
         return replace(received, arrays=unknown, quantized=signed), signed
     v = received.arrays["v"]
@@ -86,18 +86,18 @@ def judge_signed(
     numerics: Numerics | None = None,
     seed: int = 0,
 ) -> SignedRatio:
-    """Run a call on values with random signs, and hold its output to `signed_bound`.
+    """Run a call on values with random signs, and judge its output by `signed_bound`.
 
     Parameters
     ----------
     received : KernelCall
-        Of the call with values as given.
+        The call with its original values.
     run : callable
         As `SignedRun`.
     rows : 1-D integer array
         Query rows that are judged.
     exact : callable
-        Returns exact attention of these rows, of the operands that a kernel received.
+        Returns exact attention of these rows for the operands that a kernel received.
     draws : int
         How many times signs are drawn.
     numerics, seed
@@ -106,7 +106,7 @@ def judge_signed(
     Returns
     -------
     SignedRatio
-        Of the worst element of all draws.
+        Ratio of the worst element of all draws.
 
     Raises
     ------

@@ -23,11 +23,12 @@ def with_sinks(
     Parameters
     ----------
     settings, arrays
-        Of the call, layout BHSD, as `cupyattn.problem.settings.parse` names them.
+        Settings and arrays of the call, in layout BHSD, as `cupyattn.problem.settings.parse` names
+        them.
     sinks : (heads,) array
         A number for each query head, compared with scaled scores.
     counts : (batch,) array, optional
-        Rows of each batch entry that count: others attend to nothing.
+        Number of rows of each batch entry that count. Other rows attend to no key.
 
     Raises
     ------

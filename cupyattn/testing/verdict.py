@@ -1,4 +1,4 @@
-"""The judge: how far is an output from exact attention, as a fraction of its bound?
+"""The judge: the error of an output against exact attention, as a fraction of its bound.
 
 `judge` compares an output with exact attention as a fraction of a derived bound, element by
 element; `assert_within_bound` raises where the fraction exceeds 1. `cupyattn.strategies` draws the
@@ -31,7 +31,7 @@ from cupyattn.testing.report import merged
 from cupyattn.testing.signed import SignedRun
 from cupyattn.testing.watching import WATCHED
 
-#: A rung that takes what any kernel does: beside `numerics` of another library, it only cuts rows.
+#: A rung that takes any call. Beside `numerics` of another library it only chooses rows.
 _ANY_RUNG = "unfused"
 
 
@@ -103,9 +103,10 @@ def judge(
     rows : 1-D integer array, optional
         Query rows to look at; by default all of a small cell, else those of `sample_rows`.
     seed : int
-        Of that sample.
+        Seed of that sample.
     exact : callable
-        What computes exact attention: `cupyattn.reference.attention_exact`, or a cache before it.
+        Function that computes exact attention: `cupyattn.reference.attention_exact`, or a cache of
+        it.
     signed : callable, optional
         Runs the same call on other values: ``signed(v)``, or ``signed(quantized)``, returns O. It
         gets `v` as the kind of array that the caller's is. The values of each key then have a

@@ -1,4 +1,4 @@
-"""What the pytest plugin and the judge tell each other. Needs the standard library alone."""
+"""State that the pytest plugin and the judge share. It needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Watched:
     test : str
         Name of the test that runs; empty between tests, and where no plugin watches.
     failure : Counterexample, optional
-        What `cupyattn.testing.assert_within_bound` refused last during that test. Hypothesis runs
-        its smallest example last.
+        The last output that `cupyattn.testing.assert_within_bound` refused during that test.
+        Hypothesis runs its smallest example last.
     replay : Path, optional
         File whose arrays `cupyattn.strategies.attention_inputs` draws, and nothing else.
     """

@@ -33,7 +33,7 @@ union SharedStorage {
   alignas(8) float sums[BLOCK_Q * SUM_PAD];  // [BLOCK_Q, BLOCK_KV], after the last step
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
-// dO lies behind Q, and V behind K: one address of a lane, and these, serve both.
+// dO lies behind Q, and V behind K: a lane adds these offsets to one address for both.
 constexpr uint32_t dO_FROM_Q = sizeof(Operands::Q);
 constexpr uint32_t V_FROM_K = sizeof(Operands::K);
 
@@ -42,7 +42,7 @@ static_assert(BLOCK_Q == 16 * NUM_WARPS, "BLOCK_Q must be 16 rows for each warp,
 static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, two key tiles of an mma");
 static_assert(ROW_PAD % BLOCK_Q == 0, "BLOCK_Q must divide ROW_PAD, to which rows are padded");
 
-// The indices of an axis that a tile of dBias sums: its own, or all where the axis broadcasts.
+// The indices of an axis that a tile of dBias sums: its indices, or all if the axis broadcasts.
 struct Shared {
   int begin, end;
   __device__ __forceinline__ Shared(int of_bias, int own, int step, int length)
@@ -55,7 +55,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  // S0 locate: the tile of dBias, and all that shares it
+  // S0 locate: the tile of dBias, and all score tiles that share it
   const int key_tiles = ceil_div(bias.keys, BLOCK_KV), row_tiles = ceil_div(bias.rows, BLOCK_Q);
   int64_t tile = blockIdx.x;
   const int key0 = tile % key_tiles * BLOCK_KV;
@@ -143,7 +143,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
 #pragma unroll
             for (int n = 0; n < MMA_KEYS; ++n) {
               const int key = kv0 + n * 8 + t * 2 + i % 2;
-              // A key or row that is masked or past the end adds nothing, whatever it holds.
+              // A key or row that is masked or past the end adds nothing, even if it holds NaN.
               if (row >= p.len_q || !scores.admit(row, key)) continue;
               const float S = scores.of(S_acc[n][i] * p.scale, row, key);  // R9
               float P = probability(S, p.scale_log2, M);
@@ -156,7 +156,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
     }
   }
 
-  // S4 add up what broadcasts within the tile, and store
+  // S4 add up the axes that broadcast within the tile, and store
   __syncthreads();  // the last tiles are no longer read
 #pragma unroll
   for (int n = 0; n < MMA_KEYS; ++n)

@@ -28,8 +28,8 @@ __device__ __forceinline__ uint32_t load_pair(const elem_t* row, int col, bool e
   return *reinterpret_cast<const uint32_t*>(&x);
 }
 
-// Writes M and the factor of the coarse ones among the 16 query rows from row0 on.
-// `at` is the place of row row0 in lse.
+// Writes M and the factor of the coarse rows among the 16 query rows from row0 on.
+// `at` is the index of row row0 in lse.
 template <typename Params>
 __device__ __forceinline__ void normalise_rows(
     const AttnParams& p, const Params& grad, int64_t batch, int64_t head, int row0,

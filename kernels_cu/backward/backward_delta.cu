@@ -1,8 +1,8 @@
 // backward_delta -- first pass of the gradients: three numbers of every query row.
 //
-// Idea         The gradient of a softmax needs the mean of dP under P, which is the sum of dO times
-//              O: Delta, one number of a row, and no key. Beside it goes M, what is subtracted from
-//              the row's scores so that their exponentials are P, no sum following.
+// Idea         The gradient of a softmax needs the mean of dP under P. This is Delta, the sum of dO
+//              times O, one number per row without any key. The pass also stores M. Exponentials of
+//              scores less M are P, without division by a sum.
 // Coarse rows  A float32 log-sum-exp of large magnitude has lost the logarithm of the sum: such a
 //              row gets M and its factor from backward_coarse. Every other factor is 1.
 // D_LSE        The derivative of lse by a score is P, so the gradient of lse is subtracted from
@@ -16,8 +16,7 @@
 #include "prims/instructions/warp.cuh"
 
 constexpr int ACCESSES = HEAD_DIM / VEC;  // of a row
-// Lanes that share a row: no more than have something to read, and no fewer than leave a row to
-// every thread.
+// Lanes that share a row: at most the accesses of a row, but enough that every thread has a row.
 constexpr int WANTED = ACCESSES > NUM_THREADS / BLOCK_Q ? ACCESSES : NUM_THREADS / BLOCK_Q;
 constexpr int LANES = power_of_two_from(WANTED < WARP_SIZE ? WANTED : WARP_SIZE);
 constexpr int PASS_ROWS = NUM_THREADS / LANES;                             // rows at a time
@@ -26,14 +25,14 @@ constexpr int PASSES = BLOCK_Q / PASS_ROWS < 4 ? BLOCK_Q / PASS_ROWS : 4;  // on
 static_assert(BLOCK_Q % PASS_ROWS == 0, "BLOCK_Q must be a multiple of the rows of a pass");
 static_assert(ROW_PAD % BLOCK_Q == 0, "BLOCK_Q must divide ROW_PAD: a block pads whole");
 
-// Is no key of a block that is kept in a place that the row may attend to?
+// Whether no kept block of keys has a key that the row may attend to.
 __device__ __forceinline__ bool has_no_keys(
     const AttnParams& p, int64_t batch, int64_t head, int row) {
   const KeptKeys keys(p, batch, head, row, kv_begin(p, row), kv_end(p, row, 1));
   return keys.end <= keys.begin;
 }
 
-// Delta of a row, whose place in lse and in d_lse is `at`.
+// Delta of a row, whose index in lse and in d_lse is `at`.
 template <typename Params>
 __device__ __forceinline__ float less_d_lse(
     float sum, const Params& grad, float lse, int64_t at) {

@@ -3,12 +3,12 @@
 // Idea         attn_fa_tc with its operands exchanged. S and dP are computed as their transposes, K
 //              Q^T and V dO^T, so rows of fragments are keys. P^T and dS^T are then already in
 //              registers as operands of dV += P^T dO and dK += dS^T Q. All query heads of a key
-//              head pass in order: no two blocks add to one element of dK or dV, so every run has
+//              head pass in order. No two blocks add to one element of dK or dV, so every run has
 //              the same bits.
 // Differs from attn_fa_tc: P needs no running maximum, because the log-sum-exp of a row is known.
-//              There are two more products. SUMS_DQ: dQ += dS K, too. Its sum runs over the keys of
-//              other blocks as well, so dS goes through shared memory, and blocks add in float32 in
-//              memory, in any order. Without SUMS_DQ, backward_queries.cu computes dQ.
+//              There are two more products. SUMS_DQ: dQ += dS K, too. Its sum also runs over the
+//              keys of other blocks. So dS goes through shared memory, and blocks add to memory in
+//              float32, in any order. Without SUMS_DQ, backward_queries.cu computes dQ.
 // Kept simple  Past 128 columns two warps share their keys. Both compute S and dP, and each has
 //              half of the columns of dK and dV, which would otherwise not fit in registers.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -32,7 +32,7 @@ constexpr int WARP_KV = BLOCK_KV * COL_WARPS / NUM_WARPS;  // key rows per warp
 constexpr int MMA_KEYS = WARP_KV / 16;                     // row tiles of 16 keys per warp
 constexpr int MMA_Q = BLOCK_Q / 8;                         // tiles of 8 query rows per step
 constexpr int Q_CHUNKS = BLOCK_Q / 8;                      // 16-byte chunks per row of dS^T
-// dQ: warps share its tiles of 16 rows, and where there are more of them its columns.
+// dQ: warps share its tiles of 16 rows, and its columns if there are more warps than tiles.
 constexpr int Q_TILES = BLOCK_Q / 16;
 constexpr int SUM_COL_WARPS = NUM_WARPS / Q_TILES;
 constexpr int SUM_COL_TILES = ceil_div(COL_TILES, SUM_COL_WARPS);
@@ -47,7 +47,7 @@ struct SharedStorage {
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
-// V lies behind K, and dO behind Q: one address of a lane, and these, serve both.
+// V lies behind K, and dO behind Q: a lane adds these offsets to one address for both.
 constexpr uint32_t V_FROM_K = sizeof(SharedStorage::K);
 constexpr uint32_t dO_FROM_Q = sizeof(SharedStorage::Q);
 

@@ -1,10 +1,10 @@
 // backward_queries -- the gradient of Q where it must have the same bits on every run.
 //
-// Idea         attn_fa_tc with dS K in the place of P V: a block of query rows stays, the keys come
-//              by, and dQ is summed in registers from the first key to the last.
-// Differs from attn_fa_tc: P follows from the log-sum-exp of the row; one product more, dP. S and
-//              dP are worked out here again, as backward_keys.cu does for dK and dV: 7 products in
-//              all for 5, and no memory for sums.
+// Idea         attn_fa_tc with dS K in the place of P V. A block of query rows stays, the keys
+//              pass, and dQ is summed in registers from the first key to the last.
+// Differs from attn_fa_tc: P follows from the log-sum-exp of the row; there is one more product,
+//              dP. S and dP are computed again, after backward_keys.cu has computed them for dK and
+//              dV. This makes 7 products instead of 5, but needs no memory for sums.
 // Kept simple  One barrier a step, the tiles of all columns in each warp.
 // Rounding     R9 P from the log-sum-exp, R10 dP, R11 dS, dS to 16 bits, R12 the tensor core over
 //              keys, times scale, store
@@ -31,7 +31,7 @@ struct SharedStorage {
   alignas(128) elem_t V[NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
-// dO lies behind Q, and V behind K: one address of a lane, and these, serve both.
+// dO lies behind Q, and V behind K: a lane adds these offsets to one address for both.
 constexpr uint32_t dO_FROM_Q = sizeof(SharedStorage::Q);
 constexpr uint32_t V_FROM_K = sizeof(SharedStorage::K);
 

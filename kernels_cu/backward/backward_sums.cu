@@ -1,4 +1,4 @@
-// backward_sums -- last pass of the gradients where blocks of keys added up dQ in memory: its type.
+// backward_sums -- last pass of the gradients if blocks of keys added up dQ in memory: converts it.
 //
 // Idea         dQ in float32 times the softmax scale, rounded once.
 // Kept simple  A pass over memory, two columns to a thread.

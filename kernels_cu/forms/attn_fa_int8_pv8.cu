@@ -5,13 +5,13 @@
 //              of a tile is an exact integer; float32 adds the tiles, each with its factor.
 // Differs from attn_fa_int8 in S4 above all, hence the longest diff: there M lags behind all tiles,
 //              here each tile subtracts its own maximum. Scores are in units of code 1, so a code
-//              is a rounded exponential. If one scale of K serves the tile, it joins the row's
-//              factor, and the maximum is found among integers. l sums codes, lse sums weights. S2
-//              loads V by channels, because 8-bit fragments need neighbours along the keys, in an
-//              order that makes the scores of a lane neighbours (quantize.cu). S5 adds twice: in a
-//              tile, less V's zero points, then over tiles. S6 applies V's scale per channel and
-//              adds V's mean. Row factors lie in shared memory and loads recompute their thread, to
-//              leave registers to the loop. (diff attn_fa_int8.cu forms/attn_fa_int8_pv8.cu)
+//              is a rounded exponential. A single scale of K in a tile joins the row's factor, and
+//              the maximum is found among integers. l sums codes, lse weights. S2 loads V by
+//              channels, because 8-bit fragments need neighbours along the keys, in an order that
+//              makes the scores of a lane neighbours (quantize.cu). S5 adds twice: in a tile, less
+//              V's zero points, then over tiles. S6 applies V's scale per channel and adds V's
+//              mean. Row factors lie in shared memory and loads recompute their thread, to leave
+//              registers to the loop. (diff attn_fa_int8.cu forms/attn_fa_int8_pv8.cu)
 // Kept simple  The scale of a row is scale[row / GROUP], of a value V_scale[key /
 //              GROUP_V][channel].
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 M, up,
@@ -35,14 +35,14 @@
 #include "prims/codes/zero_points.cuh"
 
 constexpr int V_CHUNKS = BLOCK_KV / 16;  // 16-byte chunks per channel of V
-// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+// Resident blocks per SM: three, twelve warps whose waits overlap, if registers allow.
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
-constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;  // a channel has one, and needs it once, in S6
-constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
-// The largest score of a row is that of its largest integer then: two comparisons an instruction.
-// Where lse's sums take their registers, the maxima of masked steps, which are of floats, spilled.
+constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;        // a channel has one scale, used once, in S6
+constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one scale, used once per row
+// Then the largest integer of a row gives its largest score, at two comparisons per instruction.
+// With the sums of lse, registers for float maxima of masked steps were spilled.
 constexpr bool BY_DOTS = ONE_K_SCALE && !ZERO_POINTS && !(CAUSAL && LSE);
-// The sum that only lse has: in these forms its registers spilled, or others in their place.
+// The sum for lse alone. In these forms its registers, or others in their place, were spilled.
 constexpr bool EXACT_L_SHARED = LSE && SUMS_CODES && (HEAD_DIM < 128 || VARLEN);
 
 struct SharedStorage {
@@ -178,9 +178,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         }
       }
     }
-    float factor[MMA_ROWS][2];           // the scale of Q, and of K where a tile has only one
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // that factor is still to come
-    float m[MMA_ROWS][2];                // the largest of these that this lane has of a row
+    float factor[MMA_ROWS][2];           // the scale of Q, and of K if a tile has only one
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // without that factor
+    float m[MMA_ROWS][2];                // this lane's largest score of a row
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
@@ -220,7 +220,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
               S_acc[r][n][i] += 0.0f * factor[r][i / 2];  // exact
             if (!scores.admit(row, key)) S_acc[r][n][i] = NEG_INF;
           }
-      // NOTE: a scale that is NaN has reached the keys of its rows, and spares those masked.
+      // NOTE: a NaN scale has reached the keys of its rows, except masked keys.
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
@@ -326,7 +326,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       state[r][h].l = SUMS_CODES ? shfl_sum<4>(state[r][h].l) : sum_of_weights;  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
-      // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+      // Smoothing subtracted one number from every score of a row. O does not change, lse gets it
+      // back.
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;

@@ -2,16 +2,16 @@
 //
 // Idea         O stays in int32 from the first key to the last. Codes of P are multiples of a power
 //              of two that follows the largest weight of each tile. A shift moves O from one power
-//              to the next, and products of a tile are added directly to O: one instruction for
-//              each element of O and tile, in place of a conversion and an fma.
+//              to the next, and products of a tile are added directly to O. This takes one
+//              instruction for each element of O and tile, in place of a conversion and an fma.
 // Differs from attn_fa_int8_pv8: S4 has one M for row and tile, an integer, and l is an integer,
 //              too. S5 has one level of sums. S6 multiplies by V's scale and 1/l at once.
 //              (diff forms/attn_fa_int8_pv8.cu forms/attn_fa_int8_pv8_whole.cu)
 //              The diff is long because the state of a row differs, and so do the updates of O
 //              between tiles. WholeState repeats the methods of ShiftState in integers: M as the
 //              bits of a float, and l as a sum by dp4a, take fewer instructions.
-// Kept simple  P in u8, V in INT8 with one scale per channel, no zero points, softcap or bias.
-//              attn_fa_int8_pv8 does the rest, and scales of V by tile, which are more accurate.
+// Kept simple  P in u8, V in INT8 with one scale per channel, no zero points, softcap or bias. The
+//              rest is in attn_fa_int8_pv8, also scales of V by tile, which are more accurate.
 //              Scores below -WHOLE, about -1.2e7 in log2 units, are not distinguished.
 // Rounding     R1 by quantize.cu; R3 dot to float (exact), times K scale, times Q scale; R4 exp2,
 //              R5 P to 8 bits, R6 l, and what shifts drop of it and of O, R7 O to float, times the
@@ -31,12 +31,13 @@
 #include "prims/instructions/warp.cuh"
 
 constexpr int V_CHUNKS = BLOCK_KV / 16;  // 16-byte chunks per channel of V
-// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+// Resident blocks per SM: three, twelve warps whose waits overlap, if registers allow.
 constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
-constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one, and needs it once a row
-// The largest score of a row is that of its largest integer then: two comparisons an instruction.
+constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one scale, used once per row
+// Then the largest integer of a row gives its largest score, at two comparisons per instruction.
 constexpr bool BY_DOTS = ONE_K_SCALE;
-// Registers of four rows lie in shared memory where they spilled; elsewhere their addresses did.
+// State of four rows lies in shared memory if its registers spilled; otherwise its addresses
+// spilled.
 constexpr bool FEW_REGISTERS = RESIDENT > 1;
 constexpr bool EXACT_L_SHARED =
     LSE && HEAD_DIM <= 128 &&
@@ -67,22 +68,22 @@ struct WholeState {
   int M;  // weights are in units of 2^M
   int l;  // this lane's part of the sum of codes of P
 
-  static constexpr int LOWEST = LOWER_BITS;  // what is that far below may still be subtracted
+  static constexpr int LOWEST = LOWER_BITS;  // finite for subtraction at this distance, too
   static constexpr int LEAST = 1 << 23;      // the bits of the least M that is above -WHOLE
 
   __device__ __forceinline__ WholeState() : M(LOWEST), l(0) {}
 
   __device__ __forceinline__ float M_number() const { return __int_as_float(M) - WHOLE; }
 
-  // From now on M stays so high that the current l is below a quarter of its range. The weights
-  // until the next check are less than the rest.
+  // From now on M is so high that the current l is below a quarter of its range. Weights until the
+  // next check sum to less than the rest.
   __device__ __forceinline__ void keep_in_range(int& highest) const {
     const int least_rise = exponent_of(shfl_sum<4>(float(l))) - L_BITS + 3 - SUM_BITS;
     highest = max(highest, M + least_rise + LOWER_BITS);
   }
 
-  // M for scores whose largest is m, so that they weigh less than 2^CODE_BITS; negative where m is
-  // below -WHOLE. Rounded down M is no larger than m, however large that is.
+  // M for scores whose largest is m, so that they weigh less than 2^CODE_BITS; negative if m is
+  // below -WHOLE. M is rounded down, so it never exceeds m.
   __device__ __forceinline__ static int M_of(float m) {
     return __float_as_int(__fadd_rd(m, WHOLE + (1 - CODE_BITS)));
   }
@@ -214,9 +215,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         }
       }
     }
-    float factor[MMA_ROWS][2];           // the scale of Q, and of K where a tile has only one
-    float S_acc[MMA_ROWS][MMA_KEYS][4];  // that factor is still to come
-    float m[MMA_ROWS][2];                // the largest of these that this lane has of a row
+    float factor[MMA_ROWS][2];           // the scale of Q, and of K if a tile has only one
+    float S_acc[MMA_ROWS][MMA_KEYS][4];  // without that factor
+    float m[MMA_ROWS][2];                // this lane's largest score of a row
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
@@ -257,8 +258,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
               S_acc[r][n][i] = NEG_INF;
           }
       }
-      // NOTE: -inf times 0 is not -inf. And a scale that is NaN has reached the keys of its rows by
-      // now, and spares those masked.
+      // NOTE: -inf times 0 is not -inf. A NaN scale has reached the keys of its rows by now, except
+      // masked keys.
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
@@ -285,8 +286,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         M_of_step[r][h] = WholeState::M_of(largest);
         signs |= M_of_step[r][h];
       }
-    // If a row has no score above -WHOLE so far, all its keys have the same weight: 2^7, reduced by
-    // the rises of M that l caused. Rows without any key so far come along.
+    // If no score of a row exceeds -WHOLE so far, all its keys weigh the same: 2^7, reduced by
+    // rises of M due to l. The same branch takes rows without any key so far.
     if (__any_sync(FULL_WARP, signs < 0))
 #pragma unroll
       for (int r = 0; r < MMA_ROWS; ++r)
@@ -362,7 +363,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       const float weights = fminf(shfl_sum<4>(exact_l(r, h)), 0x1.fffffep127f);
       const float sum_of_weights = fmaf(M, 0.0f, weights);  // R6
       const int row = row0 + r * 16 + g + h * 8;
-      // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+      // Smoothing subtracted one number from every score of a row. O does not change, lse gets it
+      // back.
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;

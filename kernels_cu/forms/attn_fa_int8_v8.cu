@@ -29,7 +29,7 @@
 
 constexpr int V_CHUNKS = BLOCK_KV / 16;  // 16-byte chunks per channel of V
 constexpr float LARGEST_SUM = 256.0f;    // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
-// Blocks that an SM shall have registers for: twelve warps, whose waits overlap, where that is so.
+// Resident blocks per SM: three, twelve warps whose waits overlap, if registers allow.
 constexpr int RESIDENT = HEAD_DIM <= 64 && BLOCK_KV <= 32 && NUM_WARPS == 4 ? 3 : 1;
 
 struct SharedStorage {
@@ -248,7 +248,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
-      // Smoothing took the same part from every score of a row: O is as it was, lse gets it back.
+      // Smoothing subtracted one number from every score of a row. O does not change, lse gets it
+      // back.
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;

@@ -1,8 +1,8 @@
 // act_quant -- activations to INT8 codes, with a float scale for every 128 adjacent channels of a
-//              row; with OUTLIERS, some channels are kept in 16 bits instead.
+//              row. With OUTLIERS, some channels are kept in 16 bits.
 //
 // Idea         Memory decides, as in quantize.cu. A group of 128 numbers fits in the registers of
-//              LANES neighbouring lanes, one access or a few to each, so nothing is read twice, and
+//              LANES neighbouring lanes, with few accesses each. So nothing is read twice, and
 //              shared memory is not needed. A lane holds PASSES groups, 64 bytes of them, and all
 //              its loads are in flight before it reads the first. One lane computes each scale:
 //              with divisions in every lane, issue slots would be the limit, not memory.
@@ -47,7 +47,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void act_quant(
   griddepcontrol_launch_dependents();  // a product may begin
   const int lane = thread_id() % LANES;
   const int row_groups = ceil_div(p.channels, SLICE);
-  // NOTE: the host sees to it that groups are counted in 32 bits.
+  // NOTE: the host ensures that 32 bits suffice to count groups.
   const uint32_t first = blockIdx.x * (PASSES * GROUPS_PER_PASS) + thread_id() / LANES;
   int row[PASSES], group[PASSES];  // group of the row
   Words<elem_t, VEC> x[PASSES][LANE_ACCESSES];
@@ -73,7 +73,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void act_quant(
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
 
-  // The largest magnitude of every group, and which of this lane's numbers are kept.
+  // The largest magnitude of every group, and flags of this lane's kept numbers.
   uint32_t absmax[PASSES], kept[PASSES];
 #pragma unroll
   for (int pass = 0; pass < PASSES; ++pass) {

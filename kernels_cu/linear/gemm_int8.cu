@@ -1,13 +1,12 @@
 // gemm_int8 -- C = A B^T of INT8 codes, scales applied after every 128 codes along k.
 //
-// Idea         A slice of 128 codes is exact in int32 and has one pair of scales for each element,
-//              so tensor cores sum it undisturbed, and one fma moves it to the float32 sum:
-//              C += float(dot) * (A_scale * B_scale). A row of A has a scale of its own, 128 rows
-//              of B share one. A slice is 128 bytes of a row, one line of shared memory. So are 64
-//              columns that were kept in 16 bits (outliers): further steps of the same loop, which
-//              add to the float32 sum without a scale. Where there are few tiles, SPLITS blocks
-//              share one, a cluster: each has a part of the slices, and in the end reads the
-//              partial sums of a part of the tile from the shared memory of all.
+// Idea         A slice of 128 codes is exact in int32 and has one pair of scales for each element.
+//              One fma adds it to the float32 sum: C += float(dot) * (A_scale * B_scale). Each row
+//              of A has a scale, and 128 rows of B share one. A slice is 128 bytes of a row, one
+//              line of shared memory. So are 64 columns in 16 bits (outliers), which are further
+//              steps of the loop without a scale. With few tiles, SPLITS blocks of a cluster share
+//              one. Each has a part of the slices. At the end it reads the partial sums of a part
+//              of the tile from the shared memory of all.
 // Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
 //              nothing.
 // Rounding     G1 the product of both scales; G2 the fma of a slice, and the tensor core over
@@ -70,7 +69,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS
       load_slice<BLOCK_N, GLU>(
           smem.B[stage], p.B + n0 * p.B_stride + byte, p.B_stride, p.n - n0, p.k - byte,
           p.n * p.B_stride);
-      // What lies past the end multiplies zeros.
+      // Scales past the end multiply zeros.
       gather_async<BLOCK_M>(smem.A_scale[stage], [&](int i) {
         return p.A_scale + min(m0 + i, p.m - 1) * p.A_scale_stride + slice;
       });

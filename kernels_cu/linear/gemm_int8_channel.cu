@@ -2,12 +2,11 @@
 //
 // Idea         C[m, n] = A_scale[m] B_scale[n] sum over k of A[m, k] B[n, k]. The sum is int32 to
 //              the end, so the loop holds nothing but copies and mma: no conversion, no fma.
-// Differs from gemm_int8.cu, which moves the sum of every 128 codes to float32 by two scales: here
-//              a slice has none, and only the store meets scales. Where SPLITS blocks share a tile
-//              they add int32 sums, which are the same in any order. (diff gemm_int8.cu
-//              gemm_int8_channel.cu)
+// Differs from gemm_int8.cu, which converts the sum of every 128 codes to float32 by two scales.
+//              Here only the store applies scales. If SPLITS blocks share a tile, they add int32
+//              sums, which are the same in any order. (diff gemm_int8.cu gemm_int8_channel.cu)
 // Kept simple  One block per tile of C, or cluster. Edges of m, n and k arrive as zeros, which add
-//              nothing. k is at most 131,071, for which int32 holds every sum of products of codes.
+//              nothing. At most 131,071 codes along k, for which int32 holds every sum of products.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4
 //              activation; G7 times the other half; G6 residual; G5 store (docs/MATH_REFERENCE.md)
 // Mirror       cupyattn.quant.gemm_mirror, to the bit but for activation

@@ -5,8 +5,8 @@
 //              written. A team of warps shares a row; a lane has CHUNKS runs of eight neighbouring
 //              channels. The factors of every channel are made once for several rows. The next row
 //              is on its way during the present one.
-// Differs from row_quant.cu, which takes numbers as they are, and rows of any length.
-// Data flow    x -> mean, root mean square -> z -> y -> activation -> rotation -> largest
+// Differs from row_quant.cu, which takes numbers unchanged, and rows of any length. Data flow x ->
+// mean, root mean square -> z -> y -> activation -> rotation -> largest
 //              magnitude -> codes. Rotation turns runs of eight in registers, then numbers
 //              of RADIX runs, which change lanes through shared memory once.
 // Kept simple  A row has 32,768 channels at most.
@@ -74,8 +74,8 @@ struct SharedStorage {
   alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
                           [AFFINE_IN_SHARED ? NUM_THREADS : 1][WIDE];
   alignas(16) float row[ROTATED ? BLOCK_M : 1][ROTATED ? CHANNELS : 1];
-  // What the warps come to, of three reductions. Every other row has its own, so that a warp that
-  // is ahead overwrites nothing that another has yet to read.
+  // Results of the warps for three reductions. Even and odd rows have separate places, so that a
+  // warp that is ahead overwrites nothing that another has yet to read.
   uint32_t of_warp[2][3][NUM_WARPS];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool is_channel(int channel) {
   return BLOCK_N == CHANNELS || channel < CHANNELS;
 }
 
-// All warps of a team have come here.
+// Synchronises all warps of a team.
 __device__ __forceinline__ void team_sync() {
   if constexpr (TEAM_WARPS == 1) {
     __syncwarp();
@@ -127,7 +127,8 @@ __device__ __forceinline__ uint32_t team_max(uint32_t x, uint32_t (&of_warp)[NUM
   return x;
 }
 
-// The runs of a lane as they lie in memory: past the last row the last, past its channels zeros.
+// The runs of a lane in the order of memory. Past the last row it repeats, past its channels are
+// zeros.
 struct Loaded {
   Words<elem_t, VEC> of[HALVES][CHUNKS][RUN_ACCESSES];
 
@@ -152,7 +153,7 @@ struct Loaded {
   }
 };
 
-// A run of a vector over the channels; `otherwise` where there is no vector, or no channel.
+// A run of a vector over the channels; `otherwise` if there is no vector, or no channel.
 template <typename T>
 __device__ __forceinline__ Vec<float, RUN> read_run(const T* x, int channel, float otherwise) {
   Vec<float, RUN> run;
@@ -305,7 +306,7 @@ __device__ __forceinline__ void butterflies(float (&x)[N]) {
       if (!(i & bit)) butterfly(x[i], x[i + bit]);
 }
 
-// N4: turns the runs of a lane, and puts them where others find them.
+// N4: rotates the runs of a lane, and stores them for other lanes.
 // NOTE: a half of a run is stored at a time. Lanes that would meet in a bank begin with the other
 // half. A sum fused with a factor of -1 is a difference, with the same rounding.
 __device__ __forceinline__ void turn_runs(Run (&x)[CHUNKS], float (&row)[SPAN * RADIX]) {
@@ -350,14 +351,14 @@ __device__ __forceinline__ void store_rotated(
 #pragma unroll
   for (int task = 0; task < TASKS; ++task) {
     const int word = task * LANES + lane;
-    if (word - lane_id() >= SPAN) continue;           // none of this warp is one of the row
+    if (word - lane_id() >= SPAN) continue;           // this warp has no word of the row
     const float* from = words + min(word, SPAN - 1);  // [RADIX, SPAN]
 #pragma unroll
     for (int i = 0; i < RADIX; ++i) y[task][i] = from[i * SPAN];
     butterflies<RADIX, RADIX>(y[task]);
     absmax = max(absmax, absmax_of(y[task]));
   }
-  // Butterflies made the sum of the squares ROTATE times as large, and the scale takes it back.
+  // Butterflies multiplied the sum of the squares by ROTATE. The scale corrects this.
   const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
   constexpr float UNIT = ROTATE == 64 ? 0.125f : ROTATE == 128 ? SQRT_HALF / 8 : 0.0625f;
   if (lane == 0 && row < p.rows)  // a NaN keeps its bits
@@ -392,7 +393,7 @@ __device__ __forceinline__ void store_run(int8_t* codes, int channel, const Run&
   }
 }
 
-// R1: codes of a row that lies as it came, with a scale for all of it or for every SLICE channels.
+// R1: codes of a row in its original order, with a scale for all of it or for every SLICE channels.
 __device__ __forceinline__ void store_in_place(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
   int8_t* codes = p.codes + int64_t(row) * CHANNELS + channel_of(0);  // [CHUNKS, LANES * RUN]

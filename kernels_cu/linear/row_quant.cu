@@ -1,12 +1,12 @@
-// row_quant -- rows to INT8 codes with a float scale for each: activations, of which a row is a
-//              token, or a weight, of which it is an output channel.
+// row_quant -- rows to INT8 codes with a float scale for each. A row is a token of activations, or
+//              an output channel of a weight.
 //
 // Idea         Memory decides, as in act_quant.cu: a row is read once, and BLOCK_N numbers of it
-//              stay in registers until its largest magnitude is known. Warps share a row so that
-//              a lane has a few accesses, all under way before the first is looked at.
-// Differs from act_quant.cu, whose groups of 128 numbers fit into a few neighbouring lanes: a row
-//              has any length, so that warps meet in shared memory.
-// Kept simple  What a row has past BLOCK_N is read twice, the second time from the L2 cache.
+//              stay in registers until its largest magnitude is known. Warps share a row so that a
+//              lane has a few accesses, all in flight before it reads the first.
+// Differs from act_quant.cu, whose groups of 128 numbers fit into a few neighbouring lanes. A row
+//              has any length, so warps combine results in shared memory.
+// Kept simple  Numbers past BLOCK_N are read twice, the second time from the L2 cache.
 // Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh)
 // Mirror       cupyattn.reference.act_quant.quantize_rows with strategy="channel", to the bit
 // Bound        docs/MATH_REFERENCE.md [L14]: half a scale

@@ -1,13 +1,13 @@
 // weight_blocks -- weights to INT8 codes, with a float scale for every block of BLOCK_M x BLOCK_N,
 //                  and codes and scales back to weights.
 //
-// Idea         Memory decides, as in act_quant.cu: a thread block reads its block of the weight
-//              once and keeps it in registers, 64 numbers or fewer to a thread, until their largest
-//              magnitude is known. All loads of a thread are under way before the first is looked
-//              at. The way back shares the same map from threads to numbers.
-//              A thread keeps to one column, so that all its addresses are a few additions: dealt
-//              out over the block in one row, accesses took 17 instructions a number of bfloat16
-//              in place of 14 and up to 255 registers (SASS of sm_90).
+// Idea         Memory decides, as in act_quant.cu. A thread block reads its block of the weight
+//              once. It keeps it in registers, at most 64 numbers per thread, until the largest
+//              magnitude is known. All loads of a thread are in flight before it reads the first.
+//              The way back shares the same map from threads to numbers. A thread keeps to one
+//              column, so its addresses take a few additions. Accesses spread over the block took
+//              17 instead of 14 instructions per number of bfloat16, and up to 255 registers (SASS
+//              of sm_90).
 // Kept simple  One block of the weight to a thread block, whatever its size. Elements past the end
 // of a row or column are 0 and are not stored.
 // Rounding     R1 scale, inverse, code, and on the way back the product: each operation rounded
@@ -38,8 +38,7 @@ constexpr int PASSES = ceil_div(BLOCK_M, PASS_ROWS);  // accesses of a thread, d
 static_assert(BLOCK_N % VEC == 0, "VEC must divide BLOCK_N, or an access would meet two scales");
 static_assert(PASSES * VEC <= 64, "a thread keeps at most 64 numbers: NUM_WARPS must be more");
 
-// What this thread has of the block of the weight that its thread block works on: an access in
-// every PASS_ROWS-th row.
+// This thread's part of the block of the weight: an access in every PASS_ROWS-th row.
 struct Share {
   int down, across;  // place of the block among the others
   int row, col;      // of the first access, in the weight

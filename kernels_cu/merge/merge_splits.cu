@@ -1,8 +1,8 @@
 // merge_splits -- brings together what parts of the keys came to (forms/split/attn_fa_tc.cu).
 //
 // A part has its own maximum M, sum l and output O; times 2^(M - the largest M) they may be added.
-// As many warps share a query row as keep its parts few for each, and a block takes as many rows as
-// that leaves: many parts are read at once, and rows of few do not wait for a block each. Warps
+// Enough warps share a query row that each has few parts, and a block takes as many rows as its
+// warps allow. So many parts are read at once, and rows with few parts need no block each. Warps
 // share the parts, lanes the columns, and all sums have one order, so that the result is the same
 // on every run.
 #include "prims/config.cuh"

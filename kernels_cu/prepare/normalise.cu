@@ -1,8 +1,8 @@
 // normalise -- the rows of Q or K, each divided by its root mean square, weighted, and optionally
-// rotated by its position. quantize*.cu do this themselves; all other kernels need this pass.
+// rotated by its position. All kernels but quantize*.cu need this pass.
 //
-// Idea         A pass over memory: the lanes that share a row add up its squares among themselves,
-//              so that it is read once and stored once.
+// Idea         A pass over memory: lanes that share a row add up its squares, so it is read once
+//              and stored once.
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block.
 // Rounding     R0 sum of squares, root, inverse, two products; two products and their sum or
 //              difference; then the operand's type
@@ -23,7 +23,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void normalise(
   const int row0 = blockIdx.x % chunks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / chunks;
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-  int first = 0, length = p.length;  // VARLEN: of the sequence, whose positions are its own
+  int first = 0, length = p.length;  // VARLEN: of the sequence, which has its own positions
   if constexpr (VARLEN) {
     const Sequence sequence(p.cu_seqlens, batch, p.length);
     first = sequence.first, length = sequence.length;
@@ -35,7 +35,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void normalise(
   elem_t* Y = static_cast<elem_t*>(p.Y)  // [rows, HEAD_DIM]
               + ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
   const Preparation how(p, head, row0);
-  // The lanes of a warp go on together: past the last row they have the last one again.
+  // The lanes of a warp continue together: past the last row they repeat it.
   for (int done = 0; done < rows; done += ROWS_PER_PASS) {
     const int own = done + thread_id() / PAIR_LANES, row = min(own, rows - 1);
     PreparedRow x;

@@ -1,8 +1,8 @@
-// pack_mask.cu -- a mask of bytes as bits in the order of the accumulator of wgmma, and the steps
-// over keys that each tile of query rows takes (prims/score/mask_bits.cuh has the layout). Of a
-// mask of rows a block packs one mask tile and step; of a mask of keys one block packs a whole row,
-// and never expands it. Tiles are full, mixed or empty; empty ones, and those that a block mask
-// drops, are not listed. The host waits for nothing.
+// pack_mask.cu -- packs a mask of bytes to bits in the order of wgmma's accumulator. It lists the
+// steps over keys of each tile of query rows. For the layout see prims/score/mask_bits.cuh. For a
+// mask of rows a block packs one mask tile and step. For a mask of keys one block packs a whole
+// row, and never expands it. Tiles are full, mixed or empty. Empty tiles, and tiles that a block
+// mask drops, are not listed. The host does not synchronise.
 #include "prims/config.cuh"
 #include "prims/instructions/warp.cuh"
 #include "prims/params.cuh"
@@ -13,7 +13,7 @@ constexpr int PACK_THREADS = BLOCK_Q / MASK_GROUP * WARP_SIZE;
 constexpr int KEYS_THREADS = 1024;  // as in cupyattn/plans/scored.py
 constexpr uint32_t ONES = 0x01010101u;
 
-// 1 for every byte that is not 0: NumPy takes each of them for true.
+// 1 for every byte that is not 0, as NumPy treats such bytes as true.
 __device__ __forceinline__ uint32_t truths(uint32_t bytes) {
   bytes |= bytes >> 4 & 0x0f0f0f0fu;
   bytes |= bytes >> 2 & 0x03030303u;
@@ -21,11 +21,11 @@ __device__ __forceinline__ uint32_t truths(uint32_t bytes) {
   return bytes & ONES;
 }
 
-// Eight neighbouring entries of a row, a byte each. Those past the last row or key count as
+// Eight neighbouring entries of a row, a byte each. Entries past the last row or key count as
 // admitted: the softmax masks such keys, and a row without a key is slow.
 struct Octet {
   uint32_t low, high;
-  bool some;  // of those that exist one is admitted
+  bool some;  // an existing entry is admitted
 
   __device__ __forceinline__
   Octet(const AttnParams& p, const bool* row, bool row_exists, int key, bool aligned)
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint8_t tile_class(bool some, bool full) {
   return !some ? EMPTY : full ? FULL : MIXED;
 }
 
-// The mask of one of the batch entries and heads that it has: [len_q, len_kv], strided.
+// The mask of one of its batch entries and heads: [len_q, len_kv], strided.
 __device__ __forceinline__ const bool* mask_of(
     const AttnParams& p, const ScoreParams& s, int batch_head) {
   return p.mask + batch_head / s.mask_heads * p.mask_stride.batch +
@@ -79,7 +79,7 @@ extern "C" __global__ __launch_bounds__(PACK_THREADS) void pack_mask(
     const int q = q0 + warp_id() * MASK_GROUP + lane_id() / 4 + h * 8;
     const bool* row =  // [len_kv], strided
         mask + int64_t(min(q, p.len_q - 1)) * p.mask_stride.row;
-    uint32_t x[4] = {};  // what this lane's octets give each lane of the four
+    uint32_t x[4] = {};  // bits of this lane's octets for each of the four lanes
 #pragma unroll
     for (int j = 0; j < ceil_div(OCTETS, 4); ++j) {
       const int i = j * 4 + t;

@@ -1,13 +1,13 @@
 // quantize -- Q, K and V in 16 or 32 bits to 8-bit codes. In Q and K, GROUP rows share a float
 //             scale; in V, GROUP rows of a channel. With ZERO_POINTS each scale has a zero point.
 //
-// Idea         Memory decides. Every byte is read once, stays in registers between the search for
-//              the maximum and the coding, and is written as a half or a quarter of its size. A
-//              block takes some rows of one operand. LANES neighbouring lanes share a row, a warp
-//              takes a few rows at a time, and rows of a group meet in shared memory, at any
-//              granularity. One launch serves all operands, so one starts as another ends. Other
-//              blocks of the launch compute the mean or the range of a head a little earlier, so
-//              the second read comes from the L2 cache.
+// Idea         Memory decides. Every byte is read once and stays in registers between the search
+//              for the maximum and the coding. It is written as a half or a quarter of its size. A
+//              block takes some rows of one operand. LANES neighbouring lanes share a row, and a
+//              warp takes a few rows at a time. Rows of a group are combined in shared memory, at
+//              any granularity. One launch serves all operands, so one starts as another ends.
+//              Other blocks compute the mean or range of a head a little earlier, so the second
+//              read comes from the L2 cache.
 // Before it    quantize_reduce.cu, if groups span blocks without being a head
 // Steps        ROWS    codes of whole groups of rows
 //              CODES   codes with scales that are given or were computed before
@@ -84,8 +84,8 @@ __device__ __forceinline__ void encode_rows(const QuantizeParams& p, uint32_t bl
       const Scale given = scale_of_static(p.static_scale[index]);
       scale = given.scale, coding[g].inverse = given.inverse;
     }
-    // NOTE: several blocks may share the scale. From a maximum all of them write the same number;
-    // a usable given scale is in place already, and only NaN is ever written over it.
+    // NOTE: several blocks may share the scale. A scale from a maximum is the same in all of them.
+    // A usable given scale is already in place, and only NaN is ever written over it.
     if (p.static_scale == nullptr || coding[g].inverse == 0.0f)
       st_relaxed_gpu(&p.scale[index], scale);
     if constexpr (ZERO_POINTS) st_relaxed_gpu(&p.zero[index], coding[g].zero);
@@ -110,7 +110,7 @@ constexpr int VALUE_GROUPS = ceil_div(VALUES_PAD, VALUE_GROUP);  // in the keys 
 constexpr bool WHOLE_VALUE_GROUPS = VALUE_GROUP <= VALUES_PAD;
 
 using ValueCoding = CodingWith<VALUE_ZEROS>;
-// Of four neighbours, the first lowest.
+// Codes of four neighbours, the first lowest.
 __device__ __forceinline__ uint32_t value_codes(const float (&x)[4], const ValueCoding& coding) {
   if constexpr (VALUES_ARE_FLOATS || VALUE_ZEROS) {
     int c[4];
@@ -124,9 +124,9 @@ __device__ __forceinline__ uint32_t value_codes(const float (&x)[4], const Value
   }
 }
 
-// A lane takes the keys whose codes are neighbours in their channel, four of them, a word: key
-// 8 n + 2 t + j of 16 lies at 4 t + 2 n + j, so that a word holds the keys whose scores one lane of
-// attention has of two key tiles (mma.cuh).
+// A lane takes four keys whose codes are neighbours in their channel: a word. Key 8 n + 2 t + j of
+// 16 lies at 4 t + 2 n + j. So a word holds the keys whose scores one lane of attention has in two
+// key tiles (mma.cuh).
 constexpr int WORDS = VALUES_PAD / 4;  // of a channel: as many as a warp has lanes
 __device__ __forceinline__ int key_of(uint32_t word, uint32_t i) {
   return word / 4 * 16 + word % 4 * 2 + i / 2 * 8 + i % 2;
@@ -144,17 +144,16 @@ constexpr int LANES_TOGETHER = WARP_SIZE / VALUE_LANES <= GROUP_WORDS ? WARP_SIZ
 __device__ __forceinline__ uint32_t group_of(uint32_t word) {
   return VALUE_GROUPS == 1 ? 0 : word / GROUP_WORDS;
 }
-// Column j of the VEC of a lane. In memory that lanes share, columns whose turn comes together lie
-// side by side.
+// Column j of the VEC of a lane. In shared memory, columns that are stored at the same time are
+// adjacent.
 __device__ __forceinline__ uint32_t slot_of(uint32_t lane, uint32_t j) {
   return j * VALUE_LANES + lane;
 }
-// Where a word of its transposed codes lies: the lanes of a warp write to banks of their own.
+// Index of a word of its transposed codes: the lanes of a warp write to different banks.
 __device__ __forceinline__ uint32_t tile_index(uint32_t lane, uint32_t j, uint32_t word) {
   return (lane * VEC + j) * WORDS + (word ^ lane * (WARP_SIZE / VALUE_LANES) % WORDS);
 }
-// Words that stay side by side there, so that one access reads them, and columns that the block
-// reads at a time.
+// Adjacent words there, which one access reads, and columns that the block reads at a time.
 constexpr int WORDS_OUT = VALUE_LANES > 16 ? 1 : VALUE_LANES == 16 ? 2 : 4;
 constexpr int COLS_OUT = NUM_THREADS / (WORDS / WORDS_OUT);
 constexpr bool WHOLE_COLS = HEAD_DIM % BLOCK_COLS == 0 && BLOCK_COLS % COLS_OUT == 0;
@@ -177,7 +176,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
   for (int pass = 0; pass < WORD_PASSES; ++pass)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Past the last key stands the last one again: its group reaches no further with it.
+      // Past the last key, the last key is repeated: it adds nothing to the reach of its group.
       const int key = min(key_of(word0 + pass * WORDS_PER_PASS, i), at.rows - 1);
       x[pass][i] = {};
       if (in_row)
@@ -197,7 +196,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
 #pragma unroll
       for (int i = 0; i < ValueReach::SIDES; ++i) reach[g][i][slot] = found.bits[i];
   }
-  __syncthreads();  // the mean is there, and where maxima begin
+  __syncthreads();  // the mean and the initial maxima are visible
 #pragma unroll
   for (int pass = 0; pass < WORD_PASSES; ++pass)
 #pragma unroll

@@ -1,19 +1,19 @@
-// quantize_reduce -- reductions for the codes of Q, K and V over more rows than a block has, if
-// groups span blocks without being a head: one scale for a whole array, or tiles of an unusual
-// size.
+// quantize_reduce -- reductions for the codes of Q, K and V over more rows than a block has. They
+// are needed if groups span blocks without being a head: one scale for a whole array, or unusual
+// tiles.
 //
 // Idea         One launch for all operands, and one read of each: blocks add up slices side by
-//              side, or find maxima. What slices came to is added up by every block that needs it:
-//              a few numbers of a cache, and no block waits for the last of a head.
+//              side, or find maxima. Every block that needs the sum adds up the results of slices.
+//              These are a few numbers in a cache, and no block waits for the last slice of a head.
 // Steps        SUMS      slices of the rows of the mean, each summed by a block
 //              EXTREMA   slices of all rows: the same, with the least and the largest number of
-//                        every channel, from which follows how far a head reaches from its mean
-//              REACH     the maxima of groups of rows that span blocks, met in global memory
-//              VALUE_REACH  the same of all of V, after EXTREMA
+//                        every channel, for the reach of a head from its mean
+//              REACH     the maxima of groups of rows that span blocks, combined in global memory
+//              VALUE_REACH the same of all of V, after EXTREMA
 // Kept simple  No float is summed by an atomic: sums have a fixed order. The same input gives the
 //              same bits on every run.
-// Rounding     R0: sums in float32. Any vector that all rows share may be subtracted, so that the
-//              mirror takes this one as it is.
+// Rounding     R0: sums in float32. Any vector that all rows share may be subtracted, so the mirror
+//              takes this vector unchanged.
 // Mirror       cupyattn.quant.quantizers.channel_mean, but for the order
 #include "prims/codes/quantize_sums.cuh"
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ void find_reach(const QuantizeParams& p, uint32_t blo
         &p.absmax[at.first_scale<Cut::GROUP>(p) * SIDES + thread_id()], of_block[thread_id()]);
 }
 
-// One block for each head, which brings its extrema together.
+// One block for each head, which merges its extrema.
 __device__ __forceinline__ void find_values_reach(const QuantizeParams& p, uint32_t head) {
   __shared__ ValueReach of_head;
   const Place at(p, head, p.length);
@@ -62,8 +62,8 @@ struct Reduce {
   }
 };
 
-// Of rows that are prepared a multiprocessor needs two blocks, or loads wait for arithmetic: tables
-// that are asked for at once would take the registers of one. Extrema leave no room for it.
+// With prepared rows a multiprocessor needs two blocks, or loads wait for arithmetic. Loading all
+// tables at once would take the registers of one block. Extrema leave no room for it.
 constexpr bool FINDS_EXTREMA = STEP_Q == Step::EXTREMA || STEP_K == Step::EXTREMA;
 constexpr int BLOCKS_AT_ONCE = PREPARED && !FINDS_EXTREMA ? ceil_div(512, NUM_THREADS) : 1;
 

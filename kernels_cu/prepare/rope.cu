@@ -1,5 +1,6 @@
 // rope -- the rows of Q or K, each rotated by the angles of its position, for kernels that cannot
-// do it: fa_tc, whose tiles are copied to shared memory unchanged, and attn_fa_int8_fused.cu.
+// do it. These are fa_tc, whose tiles are copied to shared memory unchanged, and
+// attn_fa_int8_fused.cu.
 //
 // Idea         A pass over memory: read once, turned in registers, stored once. A thread takes as
 //              many pairs as the widest access brings of first elements.
@@ -20,7 +21,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void rope(
   const int row0 = blockIdx.x % chunks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / chunks;
   const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-  int first = 0, length = p.length;  // VARLEN: of the sequence, whose positions are its own
+  int first = 0, length = p.length;  // VARLEN: of the sequence, which has its own positions
   if constexpr (VARLEN) {
     const Sequence sequence(p.cu_seqlens, batch, p.length);
     first = sequence.first, length = sequence.length;

@@ -1,8 +1,8 @@
 // unpack -- the rows of 4-bit codes of Q or K as INT8, before the attention kernel.
 //
-// Idea         A pass over memory: half a byte read and a byte stored for each code. cp.async and
-//              the copy engine bring bytes as they lie, and products want 8 bits in shared memory:
-//              unpacked on the way in, every block of query rows would unpack all keys again.
+// Idea         A pass over memory: half a byte read and a byte stored for each code. Copies by
+//              cp.async and the copy engine do not change bytes, and products need 8 bits in shared
+//              memory. Without this pass, every block of query rows would unpack all keys again.
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block. Rows that are no
 //              whole words go byte by byte.
 // Rounding     none

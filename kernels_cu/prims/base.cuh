@@ -1,4 +1,4 @@
-// base.cuh -- what NVRTC does not bring: fixed-width integers, infinity, small integer helpers.
+// base.cuh -- definitions that NVRTC lacks: fixed-width integers, infinity, small integer helpers.
 #pragma once
 
 using int8_t = signed char;
@@ -26,7 +26,7 @@ __host__ __device__ constexpr int greatest_common_divisor(int a, int b) {
   return b == 0 ? a : greatest_common_divisor(b, a % b);
 }
 
-// x, or y where x is infinite or NaN.
+// x, or y if x is infinite or NaN.
 __device__ __forceinline__ float finite_or(float x, float y) { return x - x == 0.0f ? x : y; }
 
 // N values that travel as one access of N * sizeof(T) bytes.

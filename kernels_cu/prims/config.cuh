@@ -38,7 +38,7 @@
 #ifndef CFG_STACKED  // heads by themselves
 #define CFG_STACKED 0
 #endif
-#ifndef CFG_SCORED  // the softmax takes products as they are
+#ifndef CFG_SCORED  // the softmax takes products unchanged
 #define CFG_SCORED 0
 #define CFG_MASK_KIND 0
 #define CFG_BIAS_KIND 0
@@ -85,7 +85,7 @@
 #define CFG_ACTIVATION 0
 #define CFG_OUTLIERS 0
 #endif
-#ifndef CFG_RESIDUAL  // what a product is added to
+#ifndef CFG_RESIDUAL  // operand to which a product is added
 #define CFG_RESIDUAL 0
 #define CFG_GATE 0
 #endif
@@ -118,7 +118,7 @@
 #ifndef CFG_TAIL_SPLITS
 #define CFG_TAIL_SPLITS 1
 #endif
-// An attribute, which nothing but the preprocessor can leave out where there are no clusters.
+// An attribute that only the preprocessor can leave out if there are no clusters.
 #if CFG_SPLITS * CFG_TAIL_SPLITS > 1
 #define CLUSTER_OF_SPLITS __cluster_dims__(CFG_SPLITS* CFG_TAIL_SPLITS)
 #else
@@ -168,7 +168,7 @@ constexpr bool VARLEN = CFG_VARLEN != 0;          // batch entries have lengths 
 constexpr bool PACKED = CFG_VARLEN == 1;          // sequences packed without padding,
 constexpr bool PADDED = CFG_VARLEN == 2;          // or entries as long as the longest may be
 constexpr bool STACKED = CFG_STACKED;             // heads that share a key head are one
-constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0, z of a group of its own
+constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0; each group has its z
 constexpr bool QUANTIZE_Q = CFG_QUANTIZE_Q;       // Q comes as numbers: the kernel makes its codes
 // Softcap, bias or mask change the scores between both products of a Hopper form, in the units in
 // which its softmax takes them.
@@ -177,23 +177,23 @@ enum class MaskKind { NONE, ROWS, KEYS };  // KEYS: the same for every query row
 constexpr MaskKind MASK_KIND = MaskKind(CFG_MASK_KIND);
 enum class BiasKind { NONE, DENSE, KEYS, ROWS };  // ROWS: the same for every key
 constexpr BiasKind BIAS_KIND = BiasKind(CFG_BIAS_KIND);
-// Elsewhere softcap and bias work on scores in natural units, and so does then the softmax.
+// Otherwise softcap and bias, and hence the softmax, work on scores in natural units.
 constexpr bool NATURAL_SCORES = (SOFTCAP || BIAS) && !SCORED;
 
-// What P is as an operand of P V where V is codes: codes, or numbers of 16 bits. NONE: V is not.
+// Type of P as an operand of P V if V is codes: codes, or numbers of 16 bits. NONE: V is not codes.
 enum class PType { NONE, U8, S8, E4M3, BITS_16 };
 constexpr PType P_TYPE = PType(CFG_P_TYPE);
 constexpr int VALUES_PAD = 128;  // codes of a channel of V are padded with 0 to a multiple of this
 
 // The work of a launch of quantize*.cu for an operand; cupyattn/plans/quantize.py chooses it. It
-// computes sums of slices, with or without minima and maxima. quantize_reduce.cu computes maxima of
-// groups of rows, or of all of V. quantize.cu makes codes of whole groups, codes with scales from
-// elsewhere, or codes of V.
+// computes sums of slices, with or without minima and maxima. In quantize_reduce.cu it computes
+// maxima of groups of rows, or of all of V. In quantize.cu it makes codes of whole groups, codes
+// with scales from elsewhere, or codes of V.
 enum class Step { NONE, SUMS, EXTREMA, REACH, ROWS, CODES, VALUES, VALUE_REACH };
 constexpr Step STEP_Q = Step(CFG_STEP_Q);
 constexpr Step STEP_K = Step(CFG_STEP_K);
 constexpr Step STEP_V = Step(CFG_STEP_V);
-// What quantize.cu does first for an operand, head by head: SUMS or EXTREMA.
+// The first step of quantize.cu for an operand, head by head: SUMS or EXTREMA.
 constexpr Step FIRST_Q = Step(CFG_FIRST_Q);
 constexpr Step FIRST_K = Step(CFG_FIRST_K);
 constexpr Step FIRST_V = Step(CFG_FIRST_V);

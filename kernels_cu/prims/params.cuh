@@ -1,5 +1,5 @@
-// params.cuh -- the struct that the host passes to every attention kernel, by value.
-// cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
+// params.cuh -- the struct that the host passes to every attention kernel, by value. From one table
+// of (name, type), cupyattn/plans/structs.py packs it; a test compares the two.
 #pragma once
 
 #include "prims/base.cuh"
@@ -61,12 +61,12 @@ __device__ __forceinline__ int64_t output_row(const AttnParams& p, int64_t row) 
          row % p.len_q * p.O_stride.len;
 }
 
-// A persistent kernel whose tiles differ in work appends: where its blocks take their next tile.
+// A persistent kernel whose tiles differ in work appends the counter of its next tile.
 struct ScheduleParams {
   int32_t* next_tile;  // [1], zero beforehand
 };
 
-// One whose tiles are alike appends: which of them are cut into pieces, and what those came to.
+// A persistent kernel whose tiles are alike appends the cut tiles, and the results of their pieces.
 struct PieceParams {
   float* O;       // [slots, BLOCK_Q, HEAD_DIM], not divided by l
   float* rows;    // [slots, BLOCK_Q, 3], a PieceRow each
@@ -107,8 +107,8 @@ struct ScoreParams {
   float softcap_unit;    // S becomes tanh(S / unit) * unit: the softcap in the units of S
 };
 
-// A form that splits the keys appends: slices of [first_key, end_key), and what those of a block
-// came to; one part is the result itself.
+// A form that splits the keys appends slices of [first_key, end_key), and the results of a block's
+// slices. A single part is the result itself.
 struct SplitParams {
   float* O;           // [parts, batch, heads, len_q, HEAD_DIM], not divided by l
   float* M;           // [parts, batch, heads, len_q], log2 units
@@ -140,9 +140,10 @@ struct QuantParams {
   int64_t K_sum_stride_head;
 };
 
-// fa_int8 with 8-bit P and V appends, too: V of AttnParams is then [batch, heads_kv, HEAD_DIM,
-// V_stride.len] codes, the last axis len_kv rounded up to VALUES_PAD. PACKED: every sequence begins
-// at a multiple of VALUES_PAD, where the scale of a group of so many keys would lie.
+// fa_int8 with 8-bit P and V appends, too. V of AttnParams is then [batch, heads_kv, HEAD_DIM,
+// V_stride.len] codes, with len_kv rounded up to VALUES_PAD as its last axis. PACKED: every
+// sequence begins at a multiple of VALUES_PAD, at the place of the scale of a group of so many
+// keys.
 struct ValueParams {
   const float* V_scale;  // [batch, heads_kv, ceil(len_kv / GROUP_V), HEAD_DIM]
   const float* V_mean;   // [batch, heads_kv, HEAD_DIM], subtracted from V; null: none
@@ -161,7 +162,7 @@ struct BackwardParams {
   Strides dQ_stride;
   Strides dK_stride;
   Strides dV_stride;
-  float* row_M;       // [batch, heads, rows], what is subtracted from the scores of a row
+  float* row_M;       // [batch, heads, rows], number subtracted from the scores of a row
   float* row_factor;  // [batch, heads, rows], then multiplies their exponentials; 1: not coarse
   int32_t* coarse;    // [batch, heads, rows / COARSE_ROWS], nonzero: a row of these is coarse
   float* delta;       // [batch, heads, rows], sums of dO times O; D_LSE: minus d_lse
@@ -177,7 +178,7 @@ struct BackwardParams {
   int32_t all_keys;     // 0: a row may have keys elsewhere, and lse is taken as it is
 };
 
-// backward_bias.cu appends; an axis of length 1 broadcasts: its gradients are added up.
+// backward_bias.cu appends. Gradients are summed over an axis of length 1, which broadcasts.
 struct BiasGradientParams {
   void* dBias;  // [batches, heads, rows, keys] of bias_t, contiguous
   int32_t batches;

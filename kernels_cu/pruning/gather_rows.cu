@@ -1,9 +1,8 @@
-// gather_rows -- rows of K and V that are kept, moved together; of V alone where K is quantised
-//                from where it lies.
+// gather_rows -- kept rows of K and V, moved together; of V alone if K is quantised in place.
 //
-// Idea         Memory decides: a row is as few accesses as its alignment allows, side by side in a
-//              group of lanes, and a thread has those of several rows of both operands under way
-//              before it stores the first.
+// Idea         Memory decides. A row takes as few accesses as its alignment allows, side by side in
+//              a group of lanes. A thread loads several rows of both operands before it stores the
+//              first.
 // Kept simple  The operand plays Q's part in config.cuh: BLOCK_Q rows to a block.
 // Rounding     none: bits are moved
 // Mirror       indexing

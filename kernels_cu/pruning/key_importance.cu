@@ -2,14 +2,13 @@
 //                   probabilities, for every key head.
 //
 // Idea         Scores on tensor cores as in attn_fa_tc.cu, nothing of which reaches memory. A
-//              probability needs the maximum and the sum of its row, so keys are read twice:
-//              row_statistics keeps a RowState for each row, key_importance computes the scores
-//              again and adds them up over the rows. Keys of a head are dealt out over `splits`
-//              blocks, so that few heads fill a device, too.
-//              All rows meet each key tile, and a warp has keys of its own: it adds up over rows
-//              in its registers. The second kernel begins with the keys that the first read last,
-//              which may still lie in the L2 cache.
-// Kept simple  Rows of one query head at a time: those of a group share no tile.
+//              probability needs the maximum and the sum of its row, so keys are read twice. First
+//              row_statistics keeps a RowState for each row, then key_importance computes the
+//              scores again and adds them up over the rows. Keys of a head are divided among
+//              `splits` blocks, so that few heads fill a device, too. All rows meet each key tile.
+//              A warp has separate keys, and adds up over rows in its registers. The second kernel
+//              begins with the keys that the first read last, which may still lie in the L2 cache.
+// Kept simple  Rows of one query head at a time: query heads of a group share no tile.
 // Rounding     scores as R2 and R4 of attn_fa_tc.cu, times scale_log2 in float32; sums in float32
 // Mirror       cupyattn.diffusion.pruning.key_importance on NumPy arrays, which rounds the scaled
 //              rows to 16 bits
@@ -64,7 +63,7 @@ static_assert(
     "BLOCK_KV / NUM_WARPS must be a multiple of 16, the keys of an ldmatrix");
 static_assert(NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next keys arrive during these");
 
-// Which keys of which head a block works on.
+// The keys and the head of a block.
 struct Place {
   int64_t head;         // of batch * heads_kv
   int begin, end;       // keys
@@ -80,7 +79,7 @@ struct Place {
   static __device__ __forceinline__ int num_chunks(const ImportanceParams& p) {
     return p.group * head_chunks(p);
   }
-  // Rows of a chunk, and which it begins with.
+  // Rows of a chunk, and its first row.
   static __device__ __forceinline__ int first_row(const ImportanceParams& p, int chunk) {
     return chunk % head_chunks(p) * BLOCK_Q;
   }
@@ -89,9 +88,9 @@ struct Place {
   }
 };
 
-// Products of a chunk's rows with the keys of a block, tile after tile: use(S, key), of which this
-// lane has rows g, g + 8 of each row tile and keys key + 8 n + 2 t, + 1 of key tile n. The caller
-// sees to it that nobody reads rows and keys any more.
+// Products of a chunk's rows with the keys of a block, tile after tile: use(S, key). This lane has
+// rows g, g + 8 of each row tile. Its keys of key tile n are key + 8 n + 2 t, + 1. The caller
+// ensures that no thread reads rows and keys any more.
 template <typename Use>
 __device__ __forceinline__ void each_tile(
     SharedStorage& smem, const ImportanceParams& p, const Place& at, int chunk, Use use) {
@@ -148,7 +147,7 @@ __device__ __forceinline__ void each_tile(
   }
 }
 
-// Maximum and sum of a row from those over parts of its keys: at(part), in their order.
+// Maximum and sum of a row from the results for parts of its keys: at(part), in their order.
 template <typename At>
 __device__ __forceinline__ RowState merged(int parts, At at) {
   RowState all;
@@ -182,7 +181,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void row_statistics(
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             float& s = S[r][n][2 * h + j];
-            // NOTE: rounded by itself in both kernels, or some score would exceed its maximum.
+            // NOTE: a separate rounding in both kernels, or some score would exceed its maximum.
             s = key + n * 8 + t * 2 + j < at.end ? __fmul_rn(s, p.scale_log2) : NEG_INF;
             m = fmaxf(m, s);
           }
@@ -227,7 +226,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void key_importance(
   float* importance = p.importance + at.head * p.len_kv;              // [len_kv]
   const int64_t first_state = at.head * p.splits * chunks * BLOCK_Q;  // of the first split
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    __syncthreads();  // nobody works on the chunk before any more
+    __syncthreads();  // no thread works on the chunk before any more
     for (int row = thread_id(); row < BLOCK_Q; row += NUM_THREADS) {
       const RowState all = merged(p.splits, [&](int split) {
         const int64_t i = first_state + (int64_t(split) * chunks + chunk) * BLOCK_Q + row;

@@ -1,10 +1,10 @@
-// largest_keys -- which keys of a head are the most important: a mark for each, and the places of
-//                 those that are kept, rising.
+// largest_keys -- the most important keys of a head: a mark for each key, and the rising places of
+//                 kept keys.
 //
-// Idea         A radix select. The bits of numbers that are 0 or more stand in their order, and a
-//              NaN's above all: four passes count the bytes of those that share the bytes found so
-//              far with the least number that is kept. Then each warp goes through a part of the
-//              keys in order, and knows from the counts of the warps before where its own go.
+// Idea         A radix select. Numbers of at least 0 have the order of their bits, with NaN above
+//              all. Four passes find the least kept number byte by byte. Each counts the next byte
+//              of all numbers that match it so far. Then each warp goes through a part of the keys
+//              in order. The counts of the warps before give the places of its keys.
 // Kept simple  A block to a head, whatever its length: the passes read from the L1 and L2 caches.
 // Rounding     none
 // Mirror       cupyattn.diffusion.ranking.largest_of_rows, to the bit: of equal ones the later
@@ -25,7 +25,7 @@ constexpr int DIGIT_BITS = 8;
 constexpr int DIGITS = 1 << DIGIT_BITS;
 constexpr int LANE_DIGITS = DIGITS / WARP_SIZE;  // that a lane looks through
 
-// How many numbers of a part of the keys are more than the least that is kept, or equal to it.
+// Counts, in a part of the keys, of numbers above the least kept number, and equal to it.
 struct Counts {
   int greater, ties;
 };
@@ -44,7 +44,7 @@ __device__ __forceinline__ int sum_before(int x) {
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void largest_keys(
     const __grid_constant__ LargestParams p) {
   __shared__ int histogram[DIGITS];
-  __shared__ uint32_t found;  // bits of the least number that is kept, as far as they are known
+  __shared__ uint32_t found;  // known bits of the least kept number
   __shared__ int wanted;      // of the numbers that share these bits, the largest
   __shared__ Counts of_warp[NUM_WARPS];
   const int64_t head = blockIdx.x;
@@ -98,7 +98,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void largest_keys(
     own.ties += __shfl_xor_sync(FULL_WARP, own.ties, offset);
   }
   if (lane_id() == 0) of_warp[warp_id()] = own;
-  __syncthreads();  // what every warp has is there before it is added up
+  __syncthreads();  // the counts of all warps are visible before they are added up
   Counts before = {};
   int ties = 0;  // of all warps
 #pragma unroll 1

@@ -39,29 +39,29 @@
 
 constexpr int V_BOX_COLS = 64;                           // columns of V per box
 constexpr int V_BOXES = ceil_div(HEAD_DIM, V_BOX_COLS);  // per row of V
-// A box behind V, all of it SUMMED, makes the next 8 columns of P V the sum of P. There is none
-// where V's last box is half used, or where the columns of a wgmma or the shared memory end.
-// NOTE: 1 would not do as well. Tensor cores cut products off where the digits of the sum end,
-// which those of P and V go past and those of P and 1 do not: O would be cut, its divisor not.
+// A box behind V, filled with SUMMED, makes the next 8 columns of P V the sum of P. It is left out
+// if V's last box is half used, or if the columns of a wgmma or the shared memory do not suffice.
+// NOTE: not 1. Tensor cores truncate products at the last digit of the sum. P V has digits past it,
+// and P 1 has none: O would be truncated, its divisor would not.
 constexpr float SUMMED = 1.0f + ELEM16_STEP;
 constexpr int SUM_BOXES = HEAD_DIM <= 128 && O_COLS % V_BOX_COLS == 0 ? 1 : 0;
 constexpr int PV_COLS = O_COLS + 8 * SUM_BOXES;
-// Weights that a mask of rows does not admit are cut out of P, which the product with V sums. lse
-// is of their sum before they are rounded, from which nothing is cut.
+// Weights that a mask of rows does not admit are cut out of P, which the product with V sums. The
+// sum for lse takes weights before rounding, and nothing is cut from it.
 // NOTE: not with a mask of keys: it spills at HEAD_DIM 64, and a tile has a mixed step or two.
 constexpr bool CUTS_WEIGHTS = MASK_ALONE && MASK_KIND == MaskKind::ROWS && SUM_BOXES && !LSE;
-constexpr bool PIECES = !UNEVEN;  // tiles are alike: those of the last wave may be cut
-// M rises where a weight reaches 2 to the power of this: P and its sums hold what is smaller, and
-// exponents that M's rounding makes end there, too.
+constexpr bool PIECES = !UNEVEN;  // tiles are alike: tiles of the last wave may be cut
+// M rises if a weight reaches 2 to this power. P and its sums can hold smaller weights. Exponents
+// that M's rounding causes are capped there, too.
 constexpr int HEADROOM = int(LARGEST_EXPONENT);
 
-// Warpgroups take turns at the tensor cores in every step. Where products are as short as at
-// HEAD_DIM 64 they keep out of each other's way by themselves.
+// Warpgroups take turns at the tensor cores in every step. With products as short as at HEAD_DIM
+// 64, they do not collide without turns.
 constexpr bool IN_TURN = HEAD_DIM > 64;
 constexpr int INPUT_BYTES =
     BOX_BYTES *
     (Q_ROW_BOXES * BLOCK_Q + NUM_STAGES * (CODE_BOXES + V_BOXES + SUM_BOXES) * BLOCK_KV);
-// O leaves through shared memory where there is room for it.
+// O leaves through shared memory if there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT &&
     INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
@@ -120,8 +120,8 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// The scores of a step as numbers whose factor is still to come, those masked -inf. No factor is 0
-// then, nor NaN where all keys are masked that share the scale.
+// The scores of a step as numbers without their factor, -inf if masked. Afterwards no factor is 0,
+// and none is NaN if all keys that share its scale are masked.
 __device__ __forceinline__ void admit_scores(
     const AttnParams& p, float (&S_acc)[BLOCK_KV / 2], const int32_t (&dot)[BLOCK_KV / 2],
     Factors& factor, const StepBits<MASK_ALONE>& bits, int q, int kv0) {
@@ -132,12 +132,12 @@ __device__ __forceinline__ void admit_scores(
   for (int j = 0; j < SCALES; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int first = j * PART + 2 * h, last = first + PART - 3;  // of that row in the part
+      const int first = j * PART + 2 * h, last = first + PART - 3;  // scores of the row in the part
       if (factor[j][h] == 0.0f || !mask.admits_any(first, last)) factor[j][h] = __int_as_float(1);
     }
 }
 
-// The largest scores of a lane's two rows, -inf where all are masked.
+// The largest scores of a lane's two rows, -inf if all are masked.
 __device__ __forceinline__ void row_maxima(
     float (&m)[2], const float (&S_acc)[BLOCK_KV / 2], const Factors& factor) {
   m[0] = m[1] = NEG_INF;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void row_maxima(
 
 // Weights P of scores, in 16 bits and two neighbouring keys in a register, the left operand of P V.
 // Returns whether they are small enough, each less than 2^HEADROOM. CAPPED: none is more.
-// What is not admitted is 0 in P; `sum` has it still.
+// Masked weights are 0 in P, but `sum` includes them.
 template <bool CAPPED, typename T, bool CUT = false>
 __device__ __forceinline__ bool weigh(
     const float (&M)[2], const T (&S_acc)[BLOCK_KV / 2], const Factors& factor,
@@ -180,9 +180,9 @@ __device__ __forceinline__ bool weigh(
   return __all_sync(FULL_WARP, packed_below<elem16_t>(largest, HEADROOM));
 }
 
-// S4 softmax: weights P of the scores. M stays where it is, and rises to the largest score, and O
-// and l with it, only where weights are too large; in the FIRST step, where O is still 0, it always
-// does. `q` is the first of this lane's two rows, the other is q + 8.
+// S4 softmax: weights P of the scores. M stays unchanged, unless weights are too large. Then M
+// rises to the largest score, and O and l are rescaled. In the FIRST step, with O = 0, M always
+// rises. `q` is the first of this lane's two rows, the other is q + 8.
 template <bool FIRST>
 __device__ __forceinline__ void softmax(
     const AttnParams& p, RowState (&state)[2], float (&O_acc)[PV_COLS / 2],
@@ -199,8 +199,8 @@ __device__ __forceinline__ void softmax(
     const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
     weighed = weigh<false>(M, dot, factor, P_frag, sum, AdmittedPairs<MASK_ALONE>(mask));
   }
-  // NOTE: this ties them to the registers that P V reads. Otherwise they land in others, and a step
-  // takes 16 moves.
+  // NOTE: this ties P to the registers that P V reads. Otherwise P is in other registers, and a
+  // step takes 16 moves.
   wgmma_use(P_frag);
   if (!weighed) {
     float S_acc[BLOCK_KV / 2];
@@ -223,7 +223,7 @@ __device__ __forceinline__ void softmax(
   }
   state[0].l += sum[0], state[1].l += sum[1];  // R6
 }
-// The same of scores that are numbers in log2 units, those masked -inf.
+// The same for scores that are numbers in log2 units, -inf if masked.
 template <bool FIRST>
 __device__ __forceinline__ void softmax(
     RowState (&state)[2], float (&O_acc)[PV_COLS / 2], const float (&S_acc)[BLOCK_KV / 2],
@@ -305,7 +305,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences<int8_t, elem16_t>(call, tile);
-    // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
+    // NOTE: all rows of a warp raise M together. Zeros keep rows of the next sequence from doing
+    // so.
     if (VARLEN && !QUANTIZE_Q)
       zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
     int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
@@ -380,7 +381,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
       wgmma_wait_group<0>();
       wgmma_use(dot);
       wgmma_use(O_acc);
-      // NOTE: a whole step does without its word, and no product waits for one that is read here.
+      // NOTE: a whole step needs no word of bits, so no product waits for a word that is read here.
       if (WHOLE_STEPS) bits.admit(), kv0 = 0;
       if (WHOLE_STEPS && step >= whole_steps) {
         step_word = ld_volatile_shared(smem.step[at.stage]);
@@ -453,5 +454,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8(
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
-  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+  if (turn.warpgroup == 0) turn.take();  // consume the last signal; no warpgroup waits for it
 }

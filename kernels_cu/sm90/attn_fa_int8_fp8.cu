@@ -8,9 +8,9 @@
 //              beta in place of shifts. S5 has two levels of sums. S6 converts no integers. Q and K
 //              may have zero points, as in the Hopper form with V in 16 bits.
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_fp8.cu)
-// Kept simple  One scale per channel of V; at least 16 adjacent keys share a scale; head_dim up to
-//              128, because registers hold no second level past it. The portable form does the
-//              rest. Packed sequences and block masks as in fa_tc: code 0 times a finite code is 0.
+// Kept simple  One scale per channel of V. At least 16 adjacent keys share a scale. head_dim up to
+//              128: past it registers hold no second level. The portable form does the rest. Packed
+//              sequences and block masks as in fa_tc: code 0 times a finite code is 0.
 // Scores       With softcap, bias or mask as in the form by tile (attn_fa_int8_pv8_by_tile.cu).
 // Rounding     R1 by quantize.cu, or of Q in quantize_q.cuh; R3 dot to float (exact), softcap and
 //              bias, the factor of both scales, within R4's fma; R4 M, up, and exp2, R5 P to e4m3,
@@ -40,9 +40,9 @@
 #include "sm90/int8/value_codes.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
-constexpr int BEHIND_ALL = 1 << 30;  // key that no V has: the copy engine brings zeros
+constexpr int BEHIND_ALL = 1 << 30;  // a key past every V: the copy engine brings zeros
 
-// O leaves through shared memory where there is room for it.
+// O leaves through shared memory if there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT &&
     INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;
@@ -83,8 +83,8 @@ struct LoadStage {
       const WorkTile& tile, RingPosition<NUM_STAGES> at, const KeyStep& step) {
     mbarrier_arrive_expect_tx(smem.K_full[at.stage], sizeof(smem.K[0]) + step.score_bytes);
     load_K(smem.K[at.stage], K_map, smem.K_full[at.stage], tile, step.kv0);
-    // NOTE: rows that keep no key get V from behind all of it: zeros. Unwritten memory may be NaN,
-    // and 0 times NaN is NaN.
+    // NOTE: rows that keep no key take zeros past the end of V. Unwritten memory may be NaN, and 0
+    // times NaN is NaN.
     const int column = step.kept ? V_first + step.kv0 : BEHIND_ALL;
     mbarrier_wait_parity(smem.V_empty[at.stage], at.parity ^ 1);  // this V is no longer read
     mbarrier_arrive_expect_tx(smem.V_full[at.stage], sizeof(smem.V[0]));
@@ -92,8 +92,8 @@ struct LoadStage {
   }
 };
 
-// S4 softmax, its first half: the M of this tile, that of code 1, rounded up. Returns whether
-// scores are masked; `factor` is that of those that are not. `q` is the first of this lane's two
+// S4 softmax, first half: the M of this tile, in the unit of code 1, rounded up. Returns whether
+// scores are masked. `factor` is the factor of unmasked scores. `q` is the first of this lane's two
 // rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2], Factors& factor,
@@ -124,7 +124,7 @@ __device__ __forceinline__ bool choose_M(
   return masked;
 }
 
-// The same of scores that are numbers in log2 units, those masked -inf.
+// The same for scores that are numbers in log2 units, -inf if masked.
 __device__ __forceinline__ void choose_M(float (&tile_M)[2], const float (&S_acc)[BLOCK_KV / 2]) {
   float m[2];
   largest_of_rows(m, S_acc);
@@ -139,8 +139,8 @@ __device__ __forceinline__ void add_tile(
   for (int i = 0; i < O_COLS / 2; ++i) O_acc[i] = fmaf(sum[i], beta[i / 2 % 2], O_acc[i]);  // R6
 }
 
-// The row's M rises to that of the tile, and l and O follow. Beta brings the weights of the tile to
-// the unit of the row.
+// The row's M rises to the M of the tile, and l and O are rescaled. Beta converts weights of the
+// tile to the unit of the row.
 __device__ __forceinline__ void follow(
     RowState (&state)[2], const float (&tile_M)[2], float (&O_acc)[O_COLS / 2], float (&beta)[2]) {
   // NOTE: most steps raise no row's maximum: every alpha is 1, l and O stay as they are.
@@ -153,10 +153,10 @@ __device__ __forceinline__ void follow(
   for (int h = 0; h < 2; ++h) beta[h] = ex2_approx_ftz(tile_M[h] - state[h].M_finite());  // R4
 }
 
-// Its second half: codes P of the scores' weights, those of four keys in a register, the left
-// operand of P V, where a key that is masked weighs 0.
-// NOTE: integers become floats between the exponentials, which leave the other pipes free for most
-// of the time: before them they would take as long again.
+// S4 softmax, second half: codes P of the weights, four keys in a register, the left operand of P
+// V. A masked key weighs 0.
+// NOTE: integers become floats between the exponentials, because these leave the other pipes mostly
+// free. Done before them, the conversions would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
@@ -164,7 +164,7 @@ __device__ __forceinline__ void weigh(
     const StepBits<MASK_ALONE>& bits, int q, int kv0) {
   const StepMask<MASK_ALONE> mask(p, q, kv0, bits);
   float l[2] = {0.0f, 0.0f};  // this lane's part, of this tile
-  // NOTE: no key of the tile: any number that may be subtracted.
+  // NOTE: for a tile without keys, any finite number.
   const float M[2] = {fmaxf(tile_M[0], -0x1p127f), fmaxf(tile_M[1], -0x1p127f)};
 #pragma unroll
   for (int i = 0; i < BLOCK_KV / 8; ++i) {  // two key tiles, one row: four neighbours in V
@@ -182,7 +182,7 @@ __device__ __forceinline__ void weigh(
 #pragma unroll
   for (int h = 0; h < 2; ++h) state[h].l = fmaf(l[h], beta[h], state[h].l);  // R6
 }
-// The same of scores that are numbers in log2 units, those masked -inf.
+// The same for scores that are numbers in log2 units, -inf if masked.
 __device__ __forceinline__ void weigh(
     RowState (&state)[2], const float (&tile_M)[2], const float (&beta)[2],
     const float (&S_acc)[BLOCK_KV / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4]) {
@@ -318,7 +318,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       turn.pass();
       copy_scales(K_scale, smem.K_scale[K_at.stage]);
       bits.load(smem.places, p, K_at.stage, warp_row, tile.q0 + row, step_word);
-      wgmma_wait_group<1>();  // the scores are there: their maximum is found while P V is summed
+      wgmma_wait_group<1>();  // the scores are there: their maximum is computed while P V is summed
       wgmma_use(dot);
       bool masked = false;
       if constexpr (SCORES_CHANGE) {
@@ -369,8 +369,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
       }
     }
     cp_async_wait_group<0>();
-    // The scales that any thread loaded are there for all. And all have left the tile before, whose
-    // scales those of the next one replace.
+    // All threads see the scales that any of them loaded. All have also left the tile before, whose
+    // scales the next tile's scales replace.
     named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];                                        // [O_COLS / 8][4]
     V_scales.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
@@ -378,5 +378,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fp8(
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
-  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+  if (turn.warpgroup == 0) turn.take();  // consume the last signal; no warpgroup waits for it
 }

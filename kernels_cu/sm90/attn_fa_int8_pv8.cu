@@ -43,8 +43,8 @@
 #include "sm90/int8/warpgroups.cuh"
 
 constexpr bool IN_TURN = HEAD_DIM > 64;  // at the exponentials, as timed
-constexpr bool PIECES = !UNEVEN;         // tiles are alike: those of the last wave may be cut
-constexpr int WATCH_STEPS = 6;           // how often l is looked at
+constexpr bool PIECES = !UNEVEN;         // tiles are alike: tiles of the last wave may be cut
+constexpr int WATCH_STEPS = 6;           // steps between two checks of l for overflow
 
 // O leaves through shared memory where there is room for it.
 constexpr bool O_STAGED =
@@ -103,11 +103,11 @@ __device__ __forceinline__ void start_output(
   wgmma_commit_group();
 }
 
-// Factors of a step. A few are kept in registers; of more, each is made wherever it is needed, from
-// the scale in shared memory: scores and O leave no room for them.
+// Factors of a step. A few are kept in registers. If there are more, each is computed from the
+// scale in shared memory at every use, because scores and O leave no room.
 struct StepFactors {
   static constexpr bool KEPT = SCALES <= 4;
-  Factors kept;          // not touched unless KEPT
+  Factors kept;          // unused unless KEPT
   const float* K_scale;  // [SCALES], of this step
   float Q_factor[2];
 
@@ -115,7 +115,7 @@ struct StepFactors {
     K_scale = scales;
     if (KEPT) make_factors(kept, Q_factor, scales);
   }
-  // Those of keys that share a scale, number `part` of the step's, for both rows.
+  // Factors of the keys that share scale number `part` of the step, for both rows.
   __device__ __forceinline__ void of(float (&factor)[2], int part) const {
     const float scale = KEPT ? 0.0f : *const_cast<const volatile float*>(&K_scale[part]);
 #pragma unroll
@@ -123,9 +123,9 @@ struct StepFactors {
   }
 };
 
-// S4 softmax, its first half: the largest scores of a lane's two rows, rounded down for an M that
-// is a whole number below them, -inf where all are masked. Keys that share a scale and are all
-// masked have no say: a scale that is NaN is nothing to rows that do not attend.
+// S4 softmax, first half: the largest scores of a lane's two rows, -inf if all are masked. They are
+// rounded down, for an M that is a whole number below them. A scale whose keys are all masked is
+// ignored: its NaN does not reach rows that do not attend to them.
 template <bool MASKED>
 __device__ __forceinline__ void largest_scores(
     const AttnParams& p, float (&m)[2], const int32_t (&dot)[BLOCK_KV / 2],
@@ -144,8 +144,8 @@ __device__ __forceinline__ void largest_scores(
         m[h] = fmaxf(m[h], __fmul_rd(float(largest[h]), factor[h]));  // R3
   }
 }
-// M of the largest score of each row. Returns whether scores are masked; `shift` is what
-// ShiftState::advance returns. `q` is the first of this lane's two rows, the other is q + 8.
+// M of the largest score of each row. Returns whether scores are masked. `shift` is the result of
+// ShiftState::advance. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool choose_M(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
     int (&shift)[2], const StepFactors& factors, const StepBits<MASK_ALONE>& bits, int q, int kv0,
@@ -163,11 +163,11 @@ __device__ __forceinline__ bool choose_M(
   return masked;
 }
 
-// Its second half: codes P of the scores' weights, those of four keys in a register, the left
-// operand of P V, where a key that is masked weighs 0.
-// NOTE: the code of NaN is 0. So l is added what is 0 but for factors that are not numbers.
-// NOTE: integers become floats between the exponentials, which leave the other pipes free for most
-// of the time: before them they would take as long again.
+// S4 softmax, second half: codes P of the weights, four keys in a register, the left operand of P
+// V. A masked key weighs 0.
+// NOTE: NaN becomes code 0 and would vanish. Adding factor * 0 to l propagates it.
+// NOTE: integers become floats between the exponentials, because these leave the other pipes mostly
+// free. Done before them, the conversions would take as long again.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, ShiftState (&state)[2], const int32_t (&dot)[BLOCK_KV / 2],
@@ -202,8 +202,8 @@ __device__ __forceinline__ void weigh(
   for (int h = 0; h < 2; ++h) state[h].l += float(sum[h]);  // R6
 }
 
-// S4 of scores that are numbers in log2 units, those masked -inf. A row with one that is NaN or
-// +inf becomes NaN by way of l: no code is.
+// S4 of scores that are numbers in log2 units, -inf if masked. A score of NaN or +inf makes its row
+// NaN through l, because no code is NaN.
 __device__ __forceinline__ void choose_M(
     ShiftState (&state)[2], const float (&S_acc)[BLOCK_KV / 2], int (&shift)[2], bool watched) {
   float m[2];
@@ -367,8 +367,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
       }
     }
     cp_async_wait_group<0>();
-    // The scales that any thread loaded are there for all. And all have left the tile before, whose
-    // scales those of the next one replace.
+    // All threads see the scales that any of them loaded. All have also left the tile before, whose
+    // scales the next tile's scales replace.
     named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];  // [O_COLS / 8][4]
     if (is_piece) {             // merge_pieces.cu divides and stores
@@ -386,5 +386,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8(
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
-  if (IN_TURN && turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+  if (IN_TURN && turn.warpgroup == 0) turn.take();  // consume the last signal, which none awaits
 }

@@ -9,9 +9,9 @@
 //              levels of sums, a few columns of O at a time: one group is added while the next is
 //              multiplied. S6 applies no scales. No tile is cut into pieces.
 //              (diff attn_fa_int8_pv8.cu attn_fa_int8_pv8_by_tile.cu)
-// Kept simple  P in u8, V in INT8 with a scale for a multiple of BLOCK_KV keys and no zero points;
-//              at least 16 adjacent keys share a scale of K. Integers of scores end before those of
-//              O begin, so registers suffice up to head_dim 256; row state lies in shared memory.
+// Kept simple  P in u8, V in INT8 with a scale for a multiple of BLOCK_KV keys and no zero points.
+//              At least 16 adjacent keys share a scale of K. Integers of S and of O do not overlap
+//              in time, so registers suffice up to head_dim 256. Row state is in shared memory.
 // Scores       Softcap, bias, mask as there. A tile's maximum is over unmasked keys; a row without
 //              any has weights 0, beta 0. A mask alone: M and codes of integers (step_bits.cuh).
 // Rounding     R1 by quantize.cu, or of Q in quantize_q.cuh; R3 dot to float (exact), softcap and
@@ -48,7 +48,7 @@ constexpr bool O_STAGED =
     ELEM_IS_16_BIT &&
     INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 208 * 1024;
 
-// What a lane's two rows carry from step to step, its part of their sums.
+// State of a lane's two rows from step to step, with this lane's part of their sums.
 struct alignas(8) OwnRows {
   RowState state[2];
   float exact_l[2];  // of the weights that codes round; for lse alone
@@ -101,15 +101,15 @@ struct LoadStage {
     mbarrier_arrive_expect_tx(full, STEP_BYTES + step.score_bytes);
     load_K(smem.K[at.stage], K_map, full, tile, step.kv0);
     load_V(smem.V[at.stage], V_map, full, tile, V_first + step.kv0);
-    // NOTE: a step that may be without keys gets any scales, as it does of K.
+    // NOTE: a step that may be without keys takes arbitrary scales, as for K.
     const int group = uint32_t(min(step.kv0, max(step.len_kv - 1, 0))) / GROUP_V;
     cp_async_bulk(smem.V_scale[at.stage], V_scale + int64_t(group) * HEAD_DIM, V_SCALE_BYTES, full);
   }
 };
 
-// S4 softmax, its first half: the M of this tile, that of code 1, rounded up. It is NaN where a
-// scale is, and reaches l and O by way of beta: the code of NaN is 0. Keys that share a scale and
-// are all masked have no say: a scale that is NaN is nothing to rows that do not attend.
+// S4 softmax, first half: the M of this tile, in the unit of code 1, rounded up. A NaN scale makes
+// it NaN, which reaches l and O through beta, because the code of NaN is 0. A scale whose keys are
+// all masked is ignored: its NaN does not reach rows that do not attend to them.
 template <bool MASKED>
 __device__ __forceinline__ void find_M(
     const AttnParams& p, float (&tile_M)[2], const int32_t (&dot)[BLOCK_KV / 2],
@@ -142,7 +142,7 @@ __device__ __forceinline__ bool choose_M(
   return masked;
 }
 
-// The same of scores that are numbers in log2 units, those masked -inf.
+// The same for scores that are numbers in log2 units, -inf if masked.
 __device__ __forceinline__ void choose_M(float (&tile_M)[2], const float (&S_acc)[BLOCK_KV / 2]) {
   float m[2];
   largest_of_rows(m, S_acc);
@@ -150,7 +150,7 @@ __device__ __forceinline__ void choose_M(float (&tile_M)[2], const float (&S_acc
   for (int h = 0; h < 2; ++h) tile_M[h] = M_of_codes(shfl_max_nan<4>(m[h]), 1.0f);  // R4
 }
 
-// The row's M rises to that of the tile, and l and O follow.
+// The row's M rises to the M of the tile, and l and O are rescaled.
 __device__ __forceinline__ void follow(
     RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],
     float (&O_acc)[O_COLS / 2]) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void follow(
   }
 }
 
-// l by the weights of a tile, whose unit beta brings to that of the row.
+// Adds the weights of a tile to l. Beta converts their unit to the row's.
 __device__ __forceinline__ void add_weights(
     RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2], float (&beta)[2],
     const uint32_t (&sum)[2], const float (&weight)[2]) {
@@ -175,11 +175,11 @@ __device__ __forceinline__ void add_weights(
   }
 }
 
-// Its second half: codes P of the scores' weights, those of four keys in a register, the left
-// operand of P V, where a key that is masked weighs 0.
-// NOTE: integers become floats between the exponentials, which leave the other pipes free for most
-// of the time: before them they would take as long again. Factors are made anew: kept from the
-// first half on they would take two registers for every scale.
+// S4 softmax, second half: codes P of the weights, four keys in a register, the left operand of P
+// V. A masked key weighs 0.
+// NOTE: integers become floats between the exponentials, because these leave the other pipes mostly
+// free. Done before them, the conversions would take as long again. Factors are computed again:
+// kept from the first half, they would take two registers for every scale.
 template <bool MASKED>
 __device__ __forceinline__ void weigh(
     const AttnParams& p, RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2],
@@ -209,7 +209,7 @@ __device__ __forceinline__ void weigh(
   }
   add_weights(state, exact_l, tile_M, beta, sum, weight);
 }
-// The same of scores that are numbers in log2 units, those masked -inf.
+// The same for scores that are numbers in log2 units, -inf if masked.
 __device__ __forceinline__ void weigh(
     RowState (&state)[2], float (&exact_l)[2], const float (&tile_M)[2], float (&beta)[2],
     const float (&S_acc)[BLOCK_KV / 2], uint32_t (&P_frag)[BLOCK_KV / 32][4]) {
@@ -390,8 +390,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
       }
     }
     cp_async_wait_group<0>();
-    // The scales that any thread loaded are there for all. And all have left the tile before, whose
-    // scales those of the next one replace.
+    // All threads see the scales that any of them loaded. All have also left the tile before, whose
+    // scales the next tile's scales replace.
     named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);
     float O_value[O_COLS / 2];                                       // [O_COLS / 8][4]
     V_means.apply<false>(O_value, O_acc, {state[0].l, state[1].l});  // R7
@@ -399,5 +399,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_pv8_by
     Q_at.advance();
   }
   if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
-  if (IN_TURN && turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+  if (IN_TURN && turn.warpgroup == 0) turn.take();  // consume the last signal, which none awaits
 }

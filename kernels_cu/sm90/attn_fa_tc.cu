@@ -2,8 +2,8 @@
 //
 // Idea         Overlap. One warpgroup only copies: TMA fills rings of Q, K and V tiles, guarded by
 //              mbarriers. Two or three only compute, 64 query rows each, and take turns. One starts
-//              both products of a step, Q K^T of this step and P V of the step before; while these
-//              run, the others compute their softmax.
+//              Q K^T of this step and P V of the step before. While these run, the others compute
+//              their softmax.
 // Differs from the portable form: registers move from the copying to the computing warpgroups.
 //              wgmma reads Q and K from shared memory. A block computes one tile of query rows
 //              after another, and the next Q is already being copied. O leaves through the place of
@@ -40,8 +40,8 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
 // Tiles differ in work: blocks take them as they come.
 constexpr bool UNEVEN = (CAUSAL && !STACKED) || WINDOW || VARLEN || BLOCK_MASK || SCORES_UNEVEN;
-constexpr bool LISTED = BLOCK_MASK || MASKED;  // steps are those of a list
-constexpr bool PIECES = !UNEVEN;       // or they are alike, and those of the last wave may be cut
+constexpr bool LISTED = BLOCK_MASK || MASKED;  // a list names the steps
+constexpr bool PIECES = !UNEVEN;       // or tiles are alike, and tiles of the last wave may be cut
 constexpr float LARGEST_SUM = 256.0f;  // 2^LARGEST_EXPONENT, of a lane's weights, or M rises
 
 constexpr int ROW_BYTES = BOXES * BOX_BYTES;
@@ -50,7 +50,7 @@ constexpr int Q_STAGES =
             225 * 1024
         ? 2
         : 1;
-// O leaves through the place of its Q, but where the next Q has no other place to go to.
+// O leaves through the place of its Q, unless the next Q has no other place.
 constexpr bool O_TAKES_Q = Q_STAGES == 2;
 
 struct SharedStorage {
@@ -111,9 +111,9 @@ __device__ __forceinline__ void start_output(
 }
 
 // S4 softmax: weights P of the scores, in 16 bits and two neighbouring keys in a register, the left
-// operand of P V. M stays where it is, and rises to the largest score only where a lane's weights
-// sum to more than LARGEST_SUM, or `rises` says so beforehand. Returns whether it rose: O then has
-// to be multiplied by alpha. `q` is the first of this lane's two rows, the other is q + 8.
+// operand of P V. M stays unchanged. It rises to the largest score only if a lane's weights sum to
+// more than LARGEST_SUM, or if `rises` is set. Returns whether it rose: O must then be multiplied
+// by alpha. `q` is the first of this lane's two rows, the other is q + 8.
 __device__ __forceinline__ bool softmax(
     const AttnParams& p, RowState (&state)[2], float (&S_acc)[BLOCK_KV / 2],
     uint32_t (&P_frag)[BLOCK_KV / 16][4], float (&alpha)[2], const WorkTile& tile, int q, int kv0,
@@ -158,7 +158,7 @@ __device__ __forceinline__ bool softmax(
         continue;
       }
     }
-    // NOTE: a NaN is no more than anything, so that it is asked whether the sums are small.
+    // NOTE: comparisons with NaN are false, so the test is whether the sums are small.
     if (rises || __all_sync(FULL_WARP, sum[0] <= LARGEST_SUM && sum[1] <= LARGEST_SUM)) {
       state[0].l += sum[0], state[1].l += sum[1];  // R6
       return rises;
@@ -239,7 +239,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
               tile.first_row() + tile.q0, tile.head, tile.entry());
         Q_at.advance();
       };
-      // NOTE: where there is room for one Q, it waits for the last one, and K goes ahead.
+      // NOTE: with room for one Q, the copy of Q waits for the last Q to be read, and K goes first.
       if (Q_STAGES > 1) load_Q();
       // S2 load K, V: K of a step, V of the one before
       int kv0 = 0;
@@ -248,12 +248,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       };
       int next = 0;
       for (int step = 0; step <= tile.steps; ++step, number += BLOCK_KV, at.advance()) {
-        // NOTE: asked for here, it comes while the last V waits for its place. Causal calls without
-        // mask or bias lose by that.
+        // NOTE: requested here, the tile arrives while the last V waits for its stage. Causal calls
+        // without mask or bias would be slower.
         if (SCORES_UNEVEN && step == tile.steps) next = ask();
         const int V_kv0 = kv0;
-        // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box
-        // of a bias begins at whole 16 bytes, or is an illegal instruction.
+        // NOTE: rows that keep no block take one step behind the last key, which is zeros. A box of
+        // a bias must begin at a multiple of 16 bytes, or it is an illegal instruction.
         kv0 = BLOCK_MASK && number >= keys.end ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
         const int step_word = MASKED ? listed.take() : kv0;
         if (MASKED) kv0 = first_key(step_word);
@@ -299,7 +299,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     const WorkTile tile = uniform(smem.tile[Q_at.stage]);
     if (tile.q0 < 0) break;
     const auto& p = of_sequences(call, tile);
-    // NOTE: M rises for all rows of a warp at once: those of the next sequence have no say.
+    // NOTE: all rows of a warp raise M together. Zeros keep rows of the next sequence from doing
+    // so.
     if (VARLEN) zero_rows<WARPGROUP>(smem.Q[Q_at.stage], max(row0, p.len_q - tile.q0), row0 + 64);
     int kv0 = round_down(kv_begin(p, tile.q0), BLOCK_KV) + tile.first * BLOCK_KV;
     const int unmasked = kv_unmasked_end(p, tile.q0 + row0);
@@ -409,5 +410,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
     Q_at.advance();
   }
   if (leaving && lane_id() == 0) cp_async_bulk_wait_group_read();  // before the block's end
-  if (turn.warpgroup == 0) turn.take();  // the last turn passed is nobody's
+  if (turn.warpgroup == 0) turn.take();  // consume the last signal; no warpgroup waits for it
 }

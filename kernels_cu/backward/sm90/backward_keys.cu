@@ -1,9 +1,9 @@
 // backward_keys -- Hopper form: five products by wgmma, operands by the bulk tensor copy engine.
 //
 // Idea         Two warpgroups share a block of keys, 64 each. One warp copies the query rows. The
-//              products dV += P^T dO and dK += dS^T Q take their left operand from registers. dQ
-//              needs dS of both warpgroups: dS goes through shared memory, and dQ is multiplied a
-//              step later, so neither warpgroup waits for the other.
+//              products dV += P^T dO and dK += dS^T Q take their left operand from registers. For
+//              dQ, dS of both warpgroups goes through shared memory. It is multiplied a step later,
+//              so neither warpgroup waits for the other.
 // Differs from the portable form: S and dP of a step start together, and P and dS are computed as
 //              these products end. Then dQ of the step before, dV and dK start. Meanwhile dQ is
 //              added to memory, 16 bytes at a time, in the layout of the accumulators, which
@@ -38,8 +38,8 @@ constexpr int CONSUMER_REGISTERS = 240;
 struct TurnAt {      // the rows of dQ of a step
   float* sums;       // [2, QUERY_SUMS_TILE], of one half and the other
   elem_t* dQ;        // [rows, HEAD_DIM]
-  int rows;          // that there are
-  bool first, last;  // is this block, among those that add to them?
+  int rows;          // number of rows
+  bool first, last;  // whether this block adds to them first, or last
 };
 
 struct SharedStorage {
@@ -59,8 +59,8 @@ struct SharedStorage {
   // ORDERED: dQ of a step may be added; it has been; the next block may add. Without `passed` the
   // thread that passes a turn on could fall two turns behind and miss a phase of `added`.
   Mbarrier turn[2], added[2], passed[2];
-  TurnAt turn_at[2];  // ORDERED: what the turn is at; in registers NVRTC 13.5 spilled
-  int index;          // ORDERED: of this block among those that begin
+  TurnAt turn_at[2];  // ORDERED: the step of the turn; in registers NVRTC 13.5 spilled
+  int index;          // ORDERED: place of this block in the order of beginning
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
@@ -107,7 +107,7 @@ __device__ __forceinline__ void weights(
   }
 }
 
-// P of the rows from `factors` on, some of them coarse, from what `weights` left.
+// P of the rows from `factors` on, some of them coarse, from the results of `weights`.
 __device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
   using Pair = Vec<float, 2>;
 #pragma unroll
@@ -139,7 +139,7 @@ __device__ __forceinline__ void slopes(
   }
 }
 
-// The rows of this warp of dS^T to shared memory, swizzled as a box is; `corner` is this lane's.
+// Stores this warp's rows of dS^T to shared memory, swizzled like a box, from this lane's `corner`.
 __device__ __forceinline__ void store_dS(
     uint32_t corner, const uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
 #pragma unroll
@@ -152,10 +152,10 @@ struct BlockOfKeys {
   int head;  // key heads of all entries, one entry's after the other
   int kv0;
 };
-// The `index`th of them to begin. The first keys have most causal rows, and come first; with
-// ORDERED the last, which then wait for no block under a causal mask. Then heads go side by side,
-// so that few blocks of one wait for each other, but no more of them than the L2 cache has room
-// for: Q, dO and the sums of dQ are 8 bytes an element.
+// The `index`th block to begin. The first keys have most causal rows, and come first. With ORDERED
+// the last keys come first, which wait for no block under a causal mask. Heads then run side by
+// side, so that few blocks of one head wait for each other. The L2 cache limits how many: Q, dO and
+// the sums of dQ take 8 bytes per element.
 __device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
   const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
@@ -171,7 +171,7 @@ __device__ __forceinline__ int32_t* turns_of(
   return grad.turns + (padded_row(call, grad, batch, head) + q0) / 64;
 }
 
-// How many blocks of keys behind that from kv0 on step over the rows from q0 on, too.
+// Number of blocks of keys behind the block at kv0 that also step over the rows from q0 on.
 __device__ __forceinline__ int blocks_behind(
     const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
   const int end = kv_end(p, q0, BLOCK_Q);
@@ -182,7 +182,7 @@ __device__ __forceinline__ int blocks_behind(
   return ceil_div(end, BLOCK_KV) - 1 - kv0 / BLOCK_KV;
 }
 
-// Does no block of keys before that one step over them?
+// Whether no block of keys before that block steps over them.
 __device__ __forceinline__ bool is_last_turn(
     const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
   const int begin = kv_begin(p, q0);
@@ -198,7 +198,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
   extern __shared__ unsigned char shared_bytes[];
-  // NOTE: by an offset, so that the compiler still knows what it reads for shared memory.
+  // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem =
       *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -239,7 +239,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     if (warp > (ORDERED ? 2 : 0) || !elect_sync()) return;
     RowSteps steps(p, grad, batch, first_head, last_head, kv0);
     if (steps.head >= last_head) return;
-    // ---- behind S5, one thread: after blocks of later keys this one may add, ...
+    // ---- behind S5, one thread: after blocks of later keys, lets this block add, ...
     if (warp == 1) {
       for (RingPosition<2> at; steps.head < last_head; at.advance()) {
         const int q0 = steps.q0(), behind = blocks_behind(p, batch, steps.head, q0, kv0);
@@ -256,7 +256,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       }
       return;
     }
-    // ---- ... and one thread: after this block the next may
+    // ---- ... and one thread: after this block, lets the next block add
     if (warp == 2) {
       for (RingPosition<2> at; steps.head < last_head; at.advance()) {
         mbarrier_wait_parity(smem.added[at.stage], at.parity);  // all warps have added
@@ -317,9 +317,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   float dK_acc[COLS / 2] = {}, dV_acc[COLS / 2] = {};  // [COLS / 8][4]
   float dQ_acc[QUERY_SUMS];                            // of the step before
-  float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], where it goes; not ORDERED
+  float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], destination; not ORDERED
   RingPosition<NUM_STAGES> at;
-  RingPosition<2> dS_at, dQ_at;  // dS of this step, and of that whose dQ is next
+  RingPosition<2> dS_at, dQ_at;  // dS of this step, and of the step whose dQ is next
   RowSteps steps(p, grad, batch, first_head, last_head, kv0);
 
   // S5 dQ, of the step before

@@ -1,12 +1,12 @@
 // backward_keys_wide -- gradients of K and V past 128 columns, Hopper form.
 //
 // Idea         dK and dV of 64 keys and 256 columns fill the registers of two warpgroups, half of
-//              the columns each. Of a step each works out P and dS of half of the query rows, and
-//              takes what the other has through shared memory, where all left operands lie.
+//              the columns each. In a step, each warpgroup computes P and dS of half of the query
+//              rows. The other half comes through shared memory, where all left operands lie.
 // Differs from sm90/backward_keys.cu: 64 keys, not 128, and both warpgroups have all of them; P
 //              goes through shared memory, too; sm90/backward_queries_wide.cu makes dQ.
-// Kept simple  dV and dK of a step and S and dP of the next are multiplied one behind the other;
-//              while P and dS are worked out, nothing is.
+// Kept simple  dV and dK of a step and S and dP of the next step are multiplied in sequence. The
+//              tensor cores idle while P and dS are computed.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -105,7 +105,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
   extern __shared__ unsigned char shared_bytes[];
-  // NOTE: by an offset, so that the compiler still knows what it reads for shared memory.
+  // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem =
       *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -186,16 +186,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       uniform(descriptor_n_major(smem.dO[0][half * HALF_BOXES], BLOCK_Q * BOX_BYTES));
   const Descriptor P_rows = uniform(descriptor_k_major(smem.P));
   const Descriptor dS_rows = uniform(descriptor_k_major(smem.dS));
-  // Where this lane stores the first 16 rows of P^T, swizzled as a box is.
+  // Address at which this lane stores the first 16 rows of P^T, swizzled like a box.
   const uint32_t P_corner = shared_address(&smem.P[key0 * BOX_COLS]) + lane_id() % 16 * BOX_BYTES +
                             ((lane_id() / 16 ^ lane_id() % 8) * 16 ^ half * 64);
 
   float dK_acc[HALF_COLS / 2] = {}, dV_acc[HALF_COLS / 2] = {};  // [HALF_COLS / 8][4]
   float S_acc[HALF_ROWS / 2], dP_acc[HALF_ROWS / 2];             // [HALF_ROWS / 8][4]
-  RingPosition<NUM_STAGES> at, next_at;                          // of the step that is summed up
+  RingPosition<NUM_STAGES> at, next_at;                          // of the step being summed
   RingPosition<1> P_at;
   RowSteps next(p, grad, batch, first_head, last_head, kv0);
-  int head, q0;  // of the step that is summed up; q0 with row0
+  int head, q0;  // of the step being summed; q0 includes row0
 
   // S3 scores, and dP, of the next step
   const auto start_scores = [&] {
@@ -225,8 +225,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const bool products = scores.are_products(q0, HALF_ROWS, kv0 + key0, 16);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
-    // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes; elsewhere those of
-    // this half, or it spills 172 bytes in packed sequences with a window.
+    // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes. Otherwise the flags
+    // of this half, or it spills 172 bytes in packed sequences with a window.
     constexpr int FLAG_ROWS = BLOCK_MASK ? BLOCK_Q : HALF_ROWS;
     const int flag_row = BLOCK_MASK ? 0 : row0;
     if (any_coarse<FLAG_ROWS>(&smem.coarse[at.stage][flag_row / COARSE_ROWS]))
@@ -236,7 +236,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     else
       weights_and_slopes<false>(
           scores, S_acc, dP_acc, row_M, delta, nullptr, q0, key, products, P_frag, dS_frag);
-    mbarrier_wait_parity(smem.P_empty, P_at.parity ^ 1);  // those of the step before were read
+    mbarrier_wait_parity(smem.P_empty, P_at.parity ^ 1);  // P and dS of the step before were read
 #pragma unroll
     for (int k = 0; k < HALF_ROWS / 16; ++k) {
       stmatrix_x4(P_corner ^ k * 32, P_frag[k]);

@@ -1,13 +1,13 @@
 // backward_queries_wide -- the gradient of Q past 128 columns, Hopper form.
 //
 // Idea         sm90/attn_fa_tc.cu with dS K in the place of P V: a block of query rows stays, and
-//              dQ is summed in registers from the first key to the last. dQ of 64 rows and 256
-//              columns fills half of a thread's registers, and Q and dO of more rows would leave no
-//              room for keys. So both warpgroups have all rows, and each takes every other tile of
-//              keys; at the end they add up what they have.
-// Differs from the portable form: products by wgmma, operands by the copy engine; keys are shared
-//              out, not rows.
-// Kept simple  A stage belongs to one warpgroup: while it is filled anew, the other one multiplies.
+//              dQ is summed in registers. At 64 rows and 256 columns it fills half of a thread's
+//              registers. Q and dO of more rows would leave no room for keys. So both warpgroups
+//              have all rows, and each takes every other tile of keys. At the end they add their
+//              sums.
+// Differs from the portable form: products by wgmma, operands by the copy engine; keys are divided,
+//              not rows.
+// Kept simple  A stage belongs to one warpgroup. While it is refilled, the other one multiplies.
 // Rounding     R9 P from the log-sum-exp, R10 dP, R11 dS, dS to 16 bits, R12 the tensor core over
 //              keys, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -51,7 +51,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
   extern __shared__ unsigned char shared_bytes[];
-  // NOTE: by an offset, so that the compiler still knows what it reads for shared memory.
+  // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem =
       *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -95,7 +95,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
       mbarrier_arrive_expect_tx(full, 2 * sizeof(smem.K[0]));
-#pragma unroll 1  // addresses of eight copies at once were more than 24 registers
+#pragma unroll 1  // addresses of eight copies at once took more than 24 registers
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.K[at.stage][b], K_map, full, b * BOX_COLS, row, head_kv, entry);
@@ -175,7 +175,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     if (lane_id() == 0) mbarrier_arrive(smem.empty[own]);
   }
 
-  // S5 the sum of both, through the place of K: each hands over the columns that it does not store
+  // S5 the sum of both, through the place of K: each passes the columns that it does not store
   using Access = Vec<float, 4>;
   auto& handed = *reinterpret_cast<Access(*)[CONSUMERS][HALF_SUMS / 4][WARPGROUP]>(smem.K);
   const int thread = threadIdx.x % WARPGROUP;

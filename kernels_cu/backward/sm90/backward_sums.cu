@@ -1,12 +1,11 @@
 // backward_sums -- Hopper form: last pass of the gradients, rows of dQ from sums in memory.
 //
-// Idea         The pass behind sm90/backward_keys.cu. What blocks of keys added up lies in the
-//              order of their accumulators: a warpgroup reads 64 rows and 64 columns as it would
-//              have held them, and stores rows of them.
-// Differs from the portable form: there sums lie as dQ itself does.
-// Kept simple  A pass over memory, one warpgroup for 64 columns.
-// Rounding     R12 times scale, store
-// Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
+// Idea         The pass behind sm90/backward_keys.cu. The sums in memory lie in the order of its
+//              accumulators. A warpgroup reads 64 rows and 64 columns in this order, and stores
+//              them as rows.
+// Differs from the portable form: there sums have the layout of dQ. Kept simple A pass over memory,
+// one warpgroup for 64 columns. Rounding R12 times scale, store Mirror
+// cupyattn.gradients.backward_mirror Bound cupyattn.gradients.backward_bound
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/warp.cuh"
 

@@ -4,10 +4,9 @@
 //              to as few warps as can hold the rows, one for up to 32 rows. They keep its maximum,
 //              sum and output. A block merges its slices in shared memory. If several blocks share
 //              the keys, a second kernel, merge_splits, merges their results.
-// Differs from ../attn_fa_tc.cu: a tile has the rows of all query heads that share a key head, so K
-//              and V are read once for all of them. Q stays in registers. Only warps that share a
-//              slice synchronise; a single warp synchronises its lanes. M is the largest score so
-//              far.
+// Differs from ../attn_fa_tc.cu: a tile has the rows of all query heads that share a key head. So K
+//              and V are read once for all. Q stays in registers. Only warps that share a slice
+//              synchronise; a single warp synchronises its lanes. M is the largest score so far.
 // Kept simple  Slices depend only on sizes: the same call gives the same bits on every run. Rows
 //              past the end are computed with the others, and not stored.
 // Rounding     R2 tensor core over HEAD_DIM, R4 exp2, R5 P to 16 bits, R6 alpha, l and the tensor
@@ -43,7 +42,7 @@ union SharedStorage {  // one, then the other
     alignas(128) elem_t K[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
     alignas(128) elem_t V[BLOCK_SLICES][NUM_STAGES][BLOCK_KV * HEAD_DIM_PAD];
   } stages;
-  struct {  // what each slice came to
+  struct {  // result of each slice
     alignas(128) float O[BLOCK_SLICES][BLOCK_Q * PART_LD];
     float M[BLOCK_SLICES][BLOCK_Q];
     float l[BLOCK_SLICES][BLOCK_Q];
@@ -67,13 +66,13 @@ static_assert(BLOCK_KV % 16 == 0, "BLOCK_KV must be a multiple of 16, the depth 
 static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next tile arrives during this one");
 
-// thread_id(), for what is done in and after the loop: with 32 rows to a warp no registers are left
-// to keep what follows from it in.
+// thread_id() for the loop and the code after it. With 32 rows per warp it is read again, because
+// no registers are left for values that depend on it.
 __device__ __forceinline__ int thread_in_loop() {
   return WARP_ROWS > 16 ? thread_id_anew() : thread_id();
 }
 
-// The first row of its tile that a thread has of a fragment; the others lie multiples of 8 further.
+// The first row of a tile in a thread's fragment; its other rows are multiples of 8 further.
 __device__ __forceinline__ int own_row(uint32_t thread) {
   return thread % SLICE_THREADS / WARP_SIZE * WARP_ROWS + thread % WARP_SIZE / 4;
 }
@@ -100,7 +99,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
   const int first_key = min(int64_t(split.end_key), slice_begin);
   const int end_key = min(int64_t(split.end_key), slice_begin + split.slice_keys);
   const int t = lane_id() % 4;  // fragment coordinate, see mma.cuh
-  // Where a lane's rows of an ldmatrix begin in a tile of K, and in one of V.
+  // Addresses of a lane's rows for ldmatrix in a tile of K, and in a tile of V.
   auto K_lane = [](elem_t* tile) {
     const uint32_t lane = uint32_t(thread_in_loop()) % WARP_SIZE;
     return shared_address(swizzled<CHUNKS>(tile, lane / 16 * 8 + lane % 8, lane / 8 % 2));
@@ -266,7 +265,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
         *reinterpret_cast<float2*>(O_row + c * 8 + thread % 4 * 2) =
             make_float2(O_acc[r][c][2 * h], O_acc[r][c][2 * h + 1]);
     }
-  __syncthreads();  // what all slices came to is visible
+  __syncthreads();  // the results of all slices are visible
 
   // S7 store: the result, or a part of it for merge_splits
   for (int r = warp_id(); r < min(BLOCK_Q, split.rows - row0); r += NUM_WARPS) {
@@ -280,7 +279,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_tc(
       whole.l = fmaf(weight[s], smem.parts.l[s][r], whole.l);             // R6
     }
     const float inverse_l = whole.inverse_l();
-    // Rows of batch, heads, len_q in one count, those of a part behind those of the one before.
+    // Rows of batch, heads, len_q in one count. The rows of a part follow the rows of the part
+    // before.
     const int64_t row = int64_t(batch_head_kv) * split.rows + row0 + r;
     const int64_t at = part * (int64_t(p.batch) * p.heads * p.len_q) + row;
     elem_t* O = static_cast<elem_t*>(p.O) + output_row(p, row);  // [HEAD_DIM]

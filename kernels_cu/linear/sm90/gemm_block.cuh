@@ -15,12 +15,12 @@ constexpr int FRAGMENTS = BLOCK_N / 8;            // tiles of 16 x 8 of a warp
 static_assert(
     !NEIGHBOURS || (ELEM_IS_16_BIT && VEC == 8), "NEIGHBOURS are stored 16 bytes at a time");
 
-// Which fragment of a warpgroup has a tile of C, of its half of B: the halves lie one after the
-// other, as one copy of the engine brings them.
+// The fragment of a warpgroup that has a tile of C, of its half of B. The halves follow one
+// another, as one copy of the engine brings them.
 __device__ constexpr int fragment_of(int tile, int half) { return tile + half * (FRAGMENTS / 2); }
 
 // Copies a slice of the tile's rows of B, from column n0 of C on. With NEIGHBOURS the map has five
-// axes, (rows / 32, 4, 4, 2, k): of 32 rows, row 8 t + 2 f + e becomes row 8 f + 2 t + e, so that
+// axes, (rows / 32, 4, 4, 2, k). Among 32 rows, row 8 t + 2 f + e becomes row 8 f + 2 t + e. So
 // lane t of a quad has eight neighbouring columns of C in fragments f = 0 to 3.
 __device__ __forceinline__ void copy_B(
     const GemmParams& p, int8_t* shared, const TensorMap& map, Mbarrier& barrier, int col, int n0) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy_B(
 }
 
 // The shared memory of a block from the next multiple of 1024 bytes on, as wgmma and the copy
-// engine ask; smem_bytes has room for it.
+// engine require. It fits into smem_bytes.
 template <typename Storage>
 __device__ __forceinline__ Storage& aligned_storage(unsigned char* shared_bytes) {
   return *reinterpret_cast<Storage*>(

@@ -2,11 +2,11 @@
 //
 // Idea         Issue slots decide. In a slice an element of C has 128 products, 1/32 clock of an
 //              SM's tensor cores, then one conversion and one fma. At full rate the tensor cores
-//              take 3/4 of the issue slots, so a slice lasts 0.75/32 + 2/128 clocks an element:
+//              take 3/4 of the issue slots. So a slice lasts 0.75/32 + 2/128 clocks an element:
 //              1.25 times its products. The loop therefore contains nothing else. A separate
 //              warpgroup copies slices. A warpgroup adds one chunk of columns while the next is
-//              multiplied: four chunks of a slice in a tile of 256 columns, chunks of several
-//              slices in narrower tiles. Scales are multiplied before the first product, because
+//              multiplied. A tile of 256 columns has four chunks of a slice, narrower tiles have
+//              chunks of several slices. Scales are multiplied before the first product, because
 //              running products leave shuffles no bandwidth of shared memory.
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
 //              float32 and two chunks in int32. A block computes one tile after another. With
@@ -110,8 +110,8 @@ struct SliceScales {
 // C_acc [64, BLOCK_N] += A B^T of the next COUNT slices, chunk by chunk: one is added up while the
 // next is multiplied. From column `straddled` of the tile on, the second half of B has
 // other_scales.
-// NOTE: a chunk that is under way from one pass of a loop to the next, or across a branch, makes
-// ptxas serialise all products (C7514).
+// NOTE: if a chunk is in flight from one pass of a loop to the next, or across a branch, ptxas
+// serialises all products (C7514).
 template <int COUNT>
 __device__ __forceinline__ void add_slices(
     float (&C_acc)[CHUNKS][CHUNK / 2], SharedStorage& smem, RingPosition<NUM_STAGES>& at,
@@ -225,8 +225,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
   for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
     const Part part = part_of(p, index);
     const GemmTile tile = gemm_tile(p, part.tile);
-    // Of a quad two lanes read the scales of its rows g and g + 8, and two those of columns. What
-    // lies past the end multiplies zeros.
+    // Two lanes of a quad read the scales of its rows g and g + 8, and two the scales of columns.
+    // What lies past the end multiplies zeros.
     const int m = min(tile.m0 + warp_row + g + t % 2 * 8, p.m - 1);
     const int n = scale_row(p, tile.n0, t % SCALES);
     const float* scale =

@@ -7,8 +7,8 @@
 //              during the store. With TAIL_SPLITS, clusters share the tiles of the last wave; a
 //              shared tile is the last of its blocks.
 //              (diff ../gemm_int8_channel.cu gemm_int8_channel.cu)
-// Counts       A slice of 128 x 256, in clocks of an SM: products 1024; shared memory 1024, of
-//              which wgmma reads 5/8; L2 cache 48 bytes a clock. A store takes as long as three
+// Counts       A slice of 128 x 256, in clocks of an SM: products 1024, shared memory 1024, of
+//              which wgmma reads 5/8. L2 cache: 48 bytes a clock. A store takes as long as three
 //              slices.
 // Kept simple  C is stored directly to its rows; no product runs meanwhile.
 // Rounding     G1 the product of both scales; G2 the sum to float32, and times G1; G3 bias; G4

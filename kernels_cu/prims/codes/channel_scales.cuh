@@ -6,11 +6,11 @@
 #include "prims/io/tile_io.cuh"
 #include "prims/io/varlen.cuh"
 
-// A channel has one scale. Otherwise a tile of keys has one, which its sum has met before it is
-// added to others: 1 is left.
+// A channel has one scale. Otherwise each tile of keys has one, by which its sum was multiplied
+// before it was added to others. The remaining scale is 1.
 constexpr bool ONE_V_SCALE = GROUP_V == 1 << 30;
 
-// Zeros past HEAD_DIM, and where there is none: a sequence without keys has neither.
+// Zeros past HEAD_DIM, and for a sequence without keys, which has no scales and means.
 template <int COLS>
 struct alignas(8) ChannelScales {
   float scale[COLS], mean[COLS];

@@ -1,5 +1,5 @@
-// gemm.cuh -- shared by the INT8 matrix products: parameters, the order of tiles, activations,
-// storing a row of C, and sharing a tile among the blocks of a cluster.
+// gemm.cuh -- shared by the INT8 matrix products: parameters, order of tiles, activations, the
+// store of a row of C. The blocks of a cluster may share a tile.
 #pragma once
 
 #include "prims/instructions/cluster.cuh"
@@ -69,9 +69,10 @@ __device__ __forceinline__ GemmTile gemm_tile(const GemmParams& p, int index) {
   return {(first + rest % here) * BLOCK_M, rest / here * TILE_N};
 }
 
-// What a block multiplies of a tile: all of it, or what falls to it of the k that a cluster shares.
-// Its blocks have about as many slices of codes each, in their order along k, and the last has the
-// outliers. Parts are counted: tiles that a block has alone, then CLUSTER for each of the others.
+// The part of a tile that a block multiplies: all of it, or its share of the k that a cluster
+// divides. Blocks of a cluster have about equally many slices of codes, in their order along k, and
+// the last has the outliers. Parts are counted: first tiles of single blocks, then CLUSTER for each
+// other tile.
 struct Part {
   int tile;
   int rank;      // of CLUSTER
@@ -114,25 +115,25 @@ __device__ __forceinline__ float activated(float x) {
   return x;
 }
 
-// What a gated linear unit makes an element of C of: sums of a row of A with both halves of B.
+// The operands of an element of C of a gated linear unit: sums of a row of A with both halves of B.
 template <typename T>
 struct Halves {
   T first, second;
 };
 
-// The first of the two columns of C that this lane of a quad has of tile i, 16 x 8, of a row of
-// tiles; with NEIGHBOURS those of four tiles lie side by side.
+// The first of this lane's two columns of C in tile i, 16 x 8, of a row of tiles. With NEIGHBOURS
+// the columns of four tiles are adjacent.
 __device__ __forceinline__ int pair_col(int i) {
   const int t = lane_id() % 4;
   return NEIGHBOURS ? (i / 4 * 4 + t) * 8 + i % 4 * 2 : i * 8 + t * 2;
 }
 
-// Numbers (a bias or scales) of the columns that a lane of a quad has in TILES tiles; in a gated
-// linear unit, of both halves.
+// Numbers (a bias or scales) of a lane's columns in TILES tiles, of both halves in a gated linear
+// unit.
 template <int TILES>
 using ColumnPairs = Vec<float, 2>[HALVES][TILES];
 
-// Eight neighbouring numbers, 16 bytes at a time, by __ldg: not what the launch before makes.
+// Eight adjacent numbers, 16 bytes at a time, by __ldg: not for results of the previous launch.
 template <class T>
 __device__ __forceinline__ Vec<float, 8> read_eight(const T* x) {
   constexpr int VECS = sizeof(T) / 2;  // of 16 bytes
@@ -147,8 +148,8 @@ __device__ __forceinline__ Vec<float, 8> read_eight(const T* x) {
   return y;
 }
 
-// The numbers of this lane's columns of TILES tiles from `first` on, of rows[half] [n] that begin
-// with column n0; past the last column those of others. one(half, col) reads a number by itself.
+// The numbers of this lane's columns of TILES tiles from `first` on, from rows[half] [n] that begin
+// at column n0. Past the last column they are arbitrary. one(half, col) reads a single number.
 template <int TILES, class T, typename One>
 __device__ __forceinline__ void load_column_pairs(
     const GemmParams& p, const T* (&rows)[HALVES], int n0, int first, ColumnPairs<TILES>& pairs,
@@ -187,14 +188,14 @@ __device__ __forceinline__ void load_bias(
   }
 }
 
-// G3, G4: element j of tile i of what a lane has, of which x is the product.
+// G3, G4: element j of a lane's tile i, whose product is x.
 template <int TILES>
 __device__ __forceinline__ float finished(float x, const ColumnPairs<TILES>& bias, int i, int j) {
   if constexpr (BIAS) x += bias[0][i].v[j];  // G3
   return activated<ACTIVATION>(x);           // G4
 }
 
-// G3, G4, G7: the same of a gated linear unit.
+// G3, G4, G7: the same for a gated linear unit.
 template <int TILES>
 __device__ __forceinline__ float finished(
     Halves<float> x, const ColumnPairs<TILES>& bias, int i, int j) {
@@ -203,8 +204,8 @@ __device__ __forceinline__ float finished(
   return __fmul_rn(activated<ACTIVATION>(gate), up);  // G4, G7
 }
 
-// Numbers of COLS columns from col on, a multiple of COLS, of a row [n]; past the last column
-// others.
+// Numbers of COLS columns from col on, a multiple of COLS, of a row [n]; arbitrary past the last
+// column.
 template <int COLS, class T>
 __device__ __forceinline__ Vec<float, COLS> columns_of(const GemmParams& p, const T* row, int col) {
   Vec<float, COLS> y;
@@ -219,7 +220,7 @@ __device__ __forceinline__ Vec<float, COLS> columns_of(const GemmParams& p, cons
   return y;
 }
 
-// G6: adds COLS columns of the residual from col on to what a row of C has of them.
+// G6: adds COLS columns of the residual from col on to the same columns of a row of C.
 template <int COLS>
 __device__ __forceinline__ void add_residual(
     const GemmParams& p, int row, int col, Vec<float, COLS>& y) {
@@ -238,7 +239,7 @@ __device__ __forceinline__ void add_residual(
   }
 }
 
-// G3 to G7: COLS numbers of a row of C, which a lane has in tile i and the next tiles.
+// G3 to G7: COLS numbers of a row of C, from a lane's tile i and the next tiles.
 template <int COLS, int TILES, typename X>
 __device__ __forceinline__ Vec<float, COLS> of_tiles(
     const GemmParams& p, int row, int n0, int first, int i, const ColumnPairs<TILES>& bias, X x) {
@@ -250,9 +251,9 @@ __device__ __forceinline__ Vec<float, COLS> of_tiles(
   return y;
 }
 
-// G3 to G7: stores TILES tiles of a row of C from tile `first` on of those that begin with column
-// n0. This lane of a quad has x(i, j), column pair_col(first + i) + j: float, or of a gated linear
-// unit Halves of it. All lanes of a warp come here.
+// G3 to G7: stores TILES tiles of a row of C, from tile `first` on; tile 0 begins at column n0.
+// This lane of a quad has x(i, j), column pair_col(first + i) + j: float, or of a gated linear unit
+// Halves of it. All lanes of a warp come here.
 template <int TILES, typename X>
 __device__ __forceinline__ void store_row(
     const GemmParams& p, int row, int n0, int first, const ColumnPairs<TILES>& bias, X x) {
@@ -307,10 +308,10 @@ __device__ constexpr int merged_at_once(int columns, int fragments) {
   return columns % 4 == 0 && share % 4 == 0 ? 4 : columns % 2 == 0 && share % 2 == 0 ? 2 : 1;
 }
 
-// G2, from block to block: adds up what the blocks of a tile came to, in their order, in float32 or
-// in int32. A thread has FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them, and gets
-// the sums of a share of these, AT_ONCE after AT_ONCE: store(f, sums of f, f + 1, ...). All THREADS
-// threads of all blocks come here.
+// G2, from block to block: adds the partial sums of a tile's blocks in their order, in float32 or
+// int32. A thread has FRAGMENTS tiles of 16 x 8 of a warp, of(f, i) as mma holds them. It gets the
+// sums of a share of these, AT_ONCE at a time: store(f, sums of f, f + 1, ...). All THREADS threads
+// of all blocks must call it.
 template <int AT_ONCE, int FRAGMENTS, int THREADS, typename Sum, typename Of, typename Store>
 __device__ __forceinline__ void merge_parts(
     Sum (&partial)[FRAGMENTS][THREADS][4], int rank, int thread, Of of, Store store) {
@@ -352,9 +353,9 @@ __device__ __forceinline__ int straddled_from(const GemmParams& p, int n0) {
   return round_up(p.n + n0 + 1, SCALE_ROWS) - p.n;
 }
 
-// How merge_parts takes the tiles of 16 x 8 of a warp. In a gated linear unit both halves must
-// reach one block: every two fragments are two such tiles, one of each half, the first fragment
-// their rows g, the second their rows g + 8. of(tile, half, i) is an element of one.
+// Order of a warp's tiles of 16 x 8 in merge_parts. In a gated linear unit both halves must reach
+// one block. So two fragments are two tiles, one of each half. The first fragment has their rows g,
+// the second their rows g + 8. An element of a tile is of(tile, half, i).
 template <typename Of>
 __device__ __forceinline__ auto fragment_element(int f, int i, Of of) {
   if constexpr (GLU) {
@@ -365,8 +366,8 @@ __device__ __forceinline__ auto fragment_element(int f, int i, Of of) {
 }
 // The columns of C that AT_ONCE fragments have, in tiles of 8.
 __device__ constexpr int merged_tiles(int at_once) { return ceil_div(at_once, HALVES); }
-// Whether fragments from f on have rows g + 8 h, and what of them a lane has of tile n of C for
-// column j of its two.
+// Whether fragments from f on have rows g + 8 h. Also a lane's element of tile n of C in column j
+// of its two.
 template <int AT_ONCE>
 __device__ __forceinline__ bool has_rows(int f, int h) {
   return !GLU || AT_ONCE > 1 || f % 2 == h;

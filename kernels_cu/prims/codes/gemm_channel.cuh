@@ -1,5 +1,5 @@
-// gemm_channel.cuh -- INT8 matrix products with a scale for each row of A and each row of B: the
-// single multiplication that converts an int32 sum over all of k to a number, and its scales.
+// gemm_channel.cuh -- INT8 matrix products with a scale for each row of A and of B. A single
+// multiplication converts an int32 sum over all of k to a number.
 #pragma once
 
 #include "prims/codes/gemm.cuh"
@@ -10,20 +10,20 @@ __device__ __forceinline__ float scaled(int32_t sum, float A_scale, float B_scal
   return __fmul_rn(__int2float_rn(sum), __fmul_rn(A_scale, B_scale));
 }
 
-// The scale of a row of A; past the last row that of the last, which multiplies zeros.
+// The scale of a row of A. Past the last row it is the last row's, and multiplies zeros.
 // NOTE: not by __ldg, whose loads a compiler may move before the wait for the launch before.
 __device__ __forceinline__ float row_scale(const GemmParams& p, int row) {
   return p.A_scale[min(row, p.m - 1) * p.A_scale_stride];
 }
 
-// G1, G2: the same of a gated linear unit.
+// G1, G2: the same for a gated linear unit.
 __device__ __forceinline__ Halves<float> scaled(
     Halves<int32_t> sums, float A_scale, Halves<float> B_scale) {
   return {scaled(sums.first, A_scale, B_scale.first), scaled(sums.second, A_scale, B_scale.second)};
 }
 
-// Scales of this lane's columns of TILES tiles from `first` on, of those that begin with column n0.
-// NOTE: NEIGHBOURS promises scales that lie side by side.
+// Scales of this lane's columns of TILES tiles, from tile `first` on; tile 0 begins at column n0.
+// NOTE: NEIGHBOURS guarantees that scales are adjacent.
 template <int TILES>
 __device__ __forceinline__ void load_column_scales(
     const GemmParams& p, int n0, int first, ColumnPairs<TILES>& B_scale) {
@@ -35,9 +35,9 @@ __device__ __forceinline__ void load_column_scales(
   });
 }
 
-// G1 to G7: stores TILES tiles of a row of C from tile `first` on of those that begin with column
-// n0. This lane of a quad has the sums sum(i, j), column pair_col(first + i) + j. All lanes of a
-// warp come here.
+// G1 to G7: stores TILES tiles of a row of C, from tile `first` on; tile 0 begins at column n0.
+// This lane of a quad has the sums sum(i, j), column pair_col(first + i) + j. All lanes of a warp
+// come here.
 template <int TILES, typename Sum>
 __device__ __forceinline__ void store_sums(
     const GemmParams& p, int row, int n0, int first, float A_scale,

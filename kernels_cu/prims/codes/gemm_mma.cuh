@@ -1,5 +1,5 @@
-// gemm_mma.cuh -- shared by the portable INT8 matrix products: the part of a tile that a warp has,
-// and the loads and products of slices of rows, 128 bytes each.
+// gemm_mma.cuh -- shared by the portable INT8 matrix products: a warp's part of a tile, loads and
+// products of slices of rows. A slice has 128 bytes of each row.
 #pragma once
 
 #include "prims/config.cuh"
@@ -28,9 +28,9 @@ static_assert(
     NUM_STAGES >= 2, "NUM_STAGES must be at least 2: the next slice arrives during this one");
 
 // rows [ROWS, SLICE] of bytes -> swizzled shared, asynchronously if the access is wide enough for
-// cp.async; elements past the end become zero. OF_HALVES: rows of the second half of B, half_stride
-// bytes further, take turns with those of the first, 8 with 8, so that a lane gets both sums of a
-// column of C in neighbouring tiles.
+// cp.async; elements past the end become zero. OF_HALVES: 8 rows of the first half of B alternate
+// with 8 rows of the second, half_stride bytes further. So a lane gets both sums of a column of C
+// in adjacent tiles.
 template <int ROWS, bool OF_HALVES = false>
 __device__ __forceinline__ void load_slice(
     int8_t* shared, const int8_t* global, int64_t stride, int rows_valid, int bytes_valid,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_slice(
   }
 }
 
-// What a lane has of tile n of C, element i: its sum, or that of both halves.
+// Element i of a lane's part of tile n of C: its sum, or the sums of both halves.
 template <typename Sum>
 __device__ __forceinline__ auto of_column(const Sum (&sums)[MMA_COLS][4], int n, int i) {
   if constexpr (GLU) {
@@ -65,8 +65,8 @@ __device__ __forceinline__ auto of_column(const Sum (&sums)[MMA_COLS][4], int n,
   }
 }
 
-// A slice of A times one of B: every 32 bytes of a row are a step of an mma, and
-// multiply(row tile, column tile, A_frag, b0, b1) adds a tile of 16 x 8.
+// A slice of A times a slice of B. Every 32 bytes of a row are one step of an mma. A tile of 16 x 8
+// is added by multiply(row tile, column tile, A_frag, b0, b1).
 template <typename Multiply>
 __device__ __forceinline__ void multiply_slice(
     uint32_t A_slice, uint32_t B_slice, Multiply multiply) {

@@ -1,5 +1,4 @@
-// nibbles.cuh -- 4-bit codes, two to a byte: the even column in the low half, as cupyattn.quant has
-// them.
+// nibbles.cuh -- 4-bit codes, two to a byte, the even column in the low half, as in cupyattn.quant.
 #pragma once
 
 #include "prims/config.cuh"

@@ -1,6 +1,6 @@
 // p_codes.cuh -- P as 8-bit codes, and their product with codes of V.
-// A weight is an exponential in units of code 1: the largest of a tile is the largest code, and
-// none is past it. Integers go with INT8 codes of V, e4m3 with e4m3.
+// A weight is an exponential in units of code 1. The largest weight of a tile is the largest code,
+// and no weight exceeds it. Integer codes multiply INT8 codes of V, e4m3 multiplies e4m3.
 #pragma once
 
 #include "prims/config.cuh"
@@ -16,11 +16,10 @@ constexpr float P_CODE_LOG2 = P_TYPE == PType::U8   ? 7.99435343686f
                               : P_TYPE == PType::S8 ? 6.98868468677f
                                                     : 8.80735492206f;
 
-// M of a tile, and the exponent of 2 of a weight. M is that of code 1, rounded up, so that no
-// weight exceeds the largest code. NATURAL_SCORES have the largest score for M as elsewhere.
-// If scores are so large that M has no digits below 16, the largest one would weigh too little.
-// With saturated codes it weighs at least 1, and so does every score that M cannot distinguish from
-// it.
+// M of a tile, and the exponent of 2 of a weight. M is in the unit of code 1, rounded up, so that
+// no weight exceeds the largest code. With NATURAL_SCORES M is the largest score, as elsewhere. If
+// scores are so large that M has no digits below 16, the largest one would weigh too little. With
+// saturated codes it weighs at least 1, and so does every score that M cannot distinguish from it.
 #if __CUDA_ARCH__ == 800  // has no instruction that packs codes
 constexpr bool SATURATES = false;
 #else
@@ -38,8 +37,8 @@ __device__ __forceinline__ float code_exponent(float S, float to_log2, float min
 // Converts l from code units to weights relative to 2^M.
 constexpr float CODE_UNIT = NATURAL_SCORES ? 1.0f / P_CODE_ONE : 1.0f;
 
-// The divisor of O, l: the exact sum of codes, four at a time, if they are integers; the sum of
-// weights if they are 8-bit floats. lse always uses the sum of weights, unless it is infinite
+// The divisor of O, l, is the exact sum of codes, four at a time, if they are integers. For 8-bit
+// floats it is the sum of weights. The lse always uses the sum of weights, unless it is infinite
 // because weights saturate as codes.
 constexpr bool SUMS_CODES = P_TYPE != PType::E4M3;
 constexpr bool SUMS_WEIGHTS = LSE || !SUMS_CODES;
@@ -62,7 +61,7 @@ using p_sum_t = PSum<P_TYPE>::type;
 __device__ __forceinline__ uint32_t pack_p_codes(float x, float y, float z, float w) {
   if constexpr (P_TYPE == PType::E4M3) return pack_e4m3(x, y, z, w);
 #if __CUDA_ARCH__ == 800  // has no instruction for a pair, and integers only at the rate of exp2
-  // Added to 2^23 a number is rounded to an integer, which the low bits then are.
+  // Adding 2^23 rounds a number to an integer, which the low bits then hold.
   auto code = [](float x) { return __float_as_uint(x + 0x1p23f); };
   return __byte_perm(
       __byte_perm(code(x), code(y), 0x0040), __byte_perm(code(z), code(w), 0x0040), 0x5410);
@@ -71,8 +70,8 @@ __device__ __forceinline__ uint32_t pack_p_codes(float x, float y, float z, floa
 #endif
 }
 
-// The largest that a lane has of row g, or with h = 1 of row g + 8, among scores, where NaN is
-// larger than any number, or among the integers that they are made of.
+// A lane's largest number of row g, or of row g + 8 if h = 1. It is taken among scores, with NaN
+// above all numbers, or among the integers from which scores are computed.
 template <int N>
 __device__ __forceinline__ float largest_of_row(const float (&S)[N][4], int h) {
   float largest = NEG_INF;
@@ -89,8 +88,8 @@ __device__ __forceinline__ int32_t largest_of_row(const int32_t (&dot)[N][4], in
 }
 
 // Register i of P's fragments: the codes of a lane's scores of one row and two key tiles, in the
-// unit of M; l is added their weights. Unless they are CAPPED, some may be past the largest code,
-// by less than 1, and get it.
+// unit of M. Their weights are added to l. Unless CAPPED, weights may exceed the largest code by
+// less than 1, and saturate.
 template <bool CAPPED = true, int N>
 __device__ __forceinline__ uint32_t
 weigh_codes(const float (&S)[N][4], int i, float to_log2, float M, float& l) {

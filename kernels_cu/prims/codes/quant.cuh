@@ -59,12 +59,12 @@ __device__ __forceinline__ int rows_of_mean(int length) {
   if (length < MANY_ROWS) return length;
   return length / MEAN_PERIOD * MEAN_ROWS + min(length % MEAN_PERIOD, MEAN_ROWS);
 }
-// Row i of those.
+// Row i of these rows.
 __device__ __forceinline__ int row_of_mean(int i, int length) {
   return length < MANY_ROWS ? i : i / MEAN_ROWS * MEAN_PERIOD + i % MEAN_ROWS;
 }
 
-// Stores a number that threads of several blocks store, all of them the same one: no race.
+// Stores a number. Threads of several blocks may store the same number, which is no race.
 __device__ __forceinline__ void st_relaxed_gpu(float* target, float x) {
   asm volatile("st.relaxed.gpu.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
 }
@@ -120,9 +120,9 @@ struct alignas(sizeof(T) * N) Words {
   __device__ __forceinline__ float element(int j) const {
     return word_element<T>(words[j / PER_WORD], j % PER_WORD);
   }
-  // A barrier for the compiler: it computes nothing from the words before this point, where it
-  // would wait for one load before it issues the next, and stores no such result in registers for
-  // later.
+  // A barrier for the compiler. Before this point it computes nothing from the words, because it
+  // would wait for one load before it issues the next. It also keeps no such result in registers
+  // for later.
   __device__ __forceinline__ void use_from_here() {
     if constexpr (sizeof(words[0]) == 4)
       for (auto& word : words) asm volatile("" : "+r"(word));
@@ -131,14 +131,15 @@ struct alignas(sizeof(T) * N) Words {
 
 // ---- scale and code -----------------------------------------------------------------------------
 
-// |x| as an integer. Floats without sign compare as their bits do; infinity lies above every finite
-// number and NaN above infinity, so a maximum of bits keeps what fmaxf would drop.
+// |x| as an integer. Floats without sign compare as their bits do. Infinity lies above every finite
+// number, and NaN above infinity. So a maximum of bits keeps NaN, which fmaxf would drop.
 __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7fffffffu;
 }
 
-// Maxima over aligned groups of LANES lanes of N numbers each, N a power of two: a lane gets
-// N / LANES of them, or one, in place of its first, from the number on that is returned.
+// Maxima over aligned groups of LANES lanes of N numbers each, N a power of two. A lane gets N /
+// LANES of them, at least one, in place of its first numbers. Returns the index of the first
+// maximum.
 // NOTE: a recursion, because the compiler does not unroll a loop whose two counts halve.
 template <int LANES, int LEFT, int N>
 __device__ __forceinline__ int scatter_max_of(uint32_t (&x)[N]) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ int scatter_max_of(uint32_t (&x)[N]) {
     const bool upper = threadIdx.x & OFFSET;
     if constexpr (KEPT == 0) x[0] = max(x[0], __shfl_xor_sync(FULL_WARP, x[0], OFFSET));
 #pragma unroll
-    for (int i = 0; i < KEPT; ++i) {  // what this lane keeps, and what the other one keeps
+    for (int i = 0; i < KEPT; ++i) {  // the numbers of this lane, and of the other lane
       const uint32_t own = upper ? x[i + KEPT] : x[i], other = upper ? x[i] : x[i + KEPT];
       x[i] = max(own, __shfl_xor_sync(FULL_WARP, other, OFFSET));
     }
@@ -174,7 +175,7 @@ __device__ __forceinline__ Scale scale_of_absmax(uint32_t bits, float largest = 
   return {bits == 0 ? 1.0f : __fdiv_rn(raised, largest), __fdiv_rn(largest, raised)};
 }
 
-// A given scale, or NaN where it is no finite number from SCALE_MIN up.
+// A given scale, or NaN unless it is finite and at least SCALE_MIN.
 __device__ __forceinline__ Scale scale_of_static(float scale) {
   const bool usable = scale >= SCALE_MIN && magnitude_bits(scale) < INFINITY_BITS;
   return {usable ? scale : NOT_A_NUMBER, usable ? __fdiv_rn(1.0f, scale) : 0.0f};
@@ -230,7 +231,7 @@ struct ReachWith {
 };
 using Reach = ReachWith<ZERO_POINTS>;
 
-// That of aligned groups of LANES lanes; every lane gets it.
+// The range of aligned groups of LANES lanes; every lane gets it.
 template <int LANES, bool ZEROS>
 __device__ __forceinline__ ReachWith<ZEROS> shfl_max(ReachWith<ZEROS> reach) {
 #pragma unroll
@@ -238,7 +239,7 @@ __device__ __forceinline__ ReachWith<ZEROS> shfl_max(ReachWith<ZEROS> reach) {
   return reach;
 }
 
-// The larger and the smaller of the numbers in two words, each with each; a NaN stays.
+// The larger and the smaller numbers of two words, element by element; a NaN stays.
 template <typename T>
 __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b);
 template <typename T>
@@ -268,14 +269,14 @@ constexpr uint32_t INFINITIES<__nv_bfloat16> = 0x7f807f80u;
 template <typename T>
 constexpr uint32_t SIGNS = sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
 
-// The ends of numbers that are loaded as Words: of each place, over all that were admitted. What
-// rises with x has its ends there, too.
+// Minimum and maximum of numbers that are loaded as Words, at each place, over all admitted words.
+// Any function that rises with x has its extrema at the same numbers.
 template <typename T, int N>
 struct Ends {
   static constexpr int WORDS = sizeof(Words<T, N>::words) / sizeof(Words<T, N>::words[0]);
   Words<T, N> least, most;
   __device__ __forceinline__ explicit Ends(const Words<T, N>& first) : least(first), most(first) {}
-  // Of no numbers: the infinities, the wrong way round.
+  // For no numbers: the infinities, with minimum and maximum exchanged.
   __device__ __forceinline__ Ends() {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
@@ -289,12 +290,12 @@ struct Ends {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) admit(i, x.words[i], x.words[i]);
   }
-  // The first word gets what all words come to.
+  // The first word gets the ends of all words.
   __device__ __forceinline__ void fold() {
 #pragma unroll
     for (int i = 1; i < WORDS; ++i) admit(0, least.words[i], most.words[i]);
   }
-  // Lanes that are so many apart get what both come to.
+  // Two lanes at this distance get the ends of both.
   __device__ __forceinline__ void admit_lane(int offset) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i)
@@ -304,7 +305,7 @@ struct Ends {
   }
 };
 
-// How far numbers reach that are loaded as Words; zeros reach nowhere.
+// Reach of numbers that are loaded as Words; zeros have none.
 template <typename T, int N, int ACCESSES>
 __device__ __forceinline__ Reach reach_of(const Words<T, N> (&x)[ACCESSES]) {
   Ends<T, N> ends(x[0]);
@@ -320,8 +321,8 @@ __device__ __forceinline__ Reach reach_of(const Words<T, N> (&x)[ACCESSES]) {
   return found;
 }
 
-// Floats as integers in their order: a NaN lies beyond infinity, on the side of its sign, so that
-// the extrema of numbers with a NaN among them hold one.
+// Floats as integers in their order. A NaN lies beyond infinity, on the side of its sign. So the
+// extrema of numbers with a NaN include a NaN.
 __device__ __forceinline__ uint32_t ordered_bits(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
@@ -330,8 +331,8 @@ __device__ __forceinline__ float from_ordered_bits(uint32_t ordered) {
   return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
 }
 
-// Converts a number of a group to its code. make() derives it from the Reach of the group and
-// returns the scale; `largest` is the code of the largest magnitude.
+// Converts a number of a group to its code. make() initialises it from the Reach of the group and
+// returns the scale. `largest` is the code of the largest magnitude.
 template <bool>
 struct CodingWith {  // without zero points
   static constexpr int zero = 0;
@@ -345,8 +346,9 @@ struct CodingWith {  // without zero points
   __device__ __forceinline__ int code(float x) const { return code_s8(x, inverse); }
   __device__ __forceinline__ int saturated(float x) const { return code_s8_saturated(x, inverse); }
 };
-// The least number, or 0, gets code -128, the largest, or 0, code 127, and 0 itself code `zero`: 0
-// in a group that is not finite. A code saturates only where both ends lie halfway between two.
+// The smaller of 0 and the least number gets code -128, the larger of 0 and the largest code 127.
+// Number 0 gets code `zero`, which is 0 in a group that is not finite. A code saturates only if
+// both ends lie halfway between two codes.
 template <>
 struct CodingWith<true> {
   float inverse;

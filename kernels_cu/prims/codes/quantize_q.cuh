@@ -1,5 +1,5 @@
-// quantize_q.cuh -- Q in 16 bits to INT8 codes, in shared memory, by the warps that multiply them,
-// and how both lie there. Scales and codes equal the results of quantize.cu to the bit.
+// quantize_q.cuh -- Q in 16 bits to INT8 codes in shared memory, by the warps that multiply them,
+// and the layout of both. Scales and codes equal the results of quantize.cu to the bit.
 #pragma once
 
 #include "prims/config.cuh"
@@ -13,7 +13,7 @@ constexpr int BOX_BYTES = 128;                             // per row of a box: 
 constexpr int CODE_BOXES = ceil_div(HEAD_DIM, BOX_BYTES);  // per row of codes
 constexpr int Q_NUMBER_BOXES = ceil_div(HEAD_DIM, 64);     // per row of numbers of 16 bits
 
-// Q as codes has two stages; as numbers one, which is free as soon as they are codes.
+// Q as codes has two stages. Q as numbers has one, which is free once codes are made.
 constexpr int Q_STAGES = QUANTIZE_Q ? 1 : 2;
 constexpr int Q_BOXES = QUANTIZE_Q ? Q_NUMBER_BOXES : CODE_BOXES;  // per row of Q
 constexpr int Q_BOX_COLS = BOX_BYTES / (QUANTIZE_Q ? sizeof(elem_t) : sizeof(int8_t));
@@ -23,17 +23,17 @@ static_assert(
     !QUANTIZE_Q || (ELEM_IS_16_BIT && !LSE && !ZERO_POINTS && (GROUP_Q == 1 || GROUP_Q == 2)),
     "QUANTIZE_Q needs 16-bit Q, GROUP_Q of 1 or 2, no ZERO_POINTS and no LSE");
 
-// S1 quantise Q: of the 16 rows from warp_row on, codes and the scale of this lane's two, row g and
-// row g + 8. Rows from `rows` on are of another sequence: zeros. Then the place of the numbers is
-// free, which every warp tells `empty`.
-// NOTE: `barrier` is one of the four warps whose wgmma reads these codes. They have met since they
-// multiplied those of the tile before: at a turn, or before they scaled O.
+// S1 quantise Q: codes of the 16 rows from warp_row on, and the scales of this lane's rows g and g
+// + 8. Rows from `rows` on are of another sequence: zeros. Then the place of the numbers is free,
+// and every warp arrives at `empty`.
+// NOTE: `barrier` is of the four warps whose wgmma reads these codes. They have synchronised since
+// they multiplied codes of the tile before: at a turn, or before they scaled O.
 template <int BOXES, int BYTES>
 __device__ __forceinline__ void quantize_q(
     float (&scale)[2], int8_t (&codes)[CODE_BOXES][BYTES],  // [CODE_BOXES][BLOCK_Q, 128], swizzled
     const int8_t (&numbers)[BOXES][BLOCK_Q * 128], Mbarrier& empty, int warp_row, int rows,
     int barrier) {
-  // Two lanes share a row, each with half of every 128 bytes: so eight lanes read from all banks.
+  // Two lanes share a row, each with half of every 128 bytes, so eight lanes read from all banks.
   const int row = warp_row + lane_id() / 2, half = lane_id() % 2;
   constexpr int ACCESSES = Q_NUMBER_BOXES * 4;
   Words<elem_t, 8> x[ACCESSES];
@@ -59,5 +59,5 @@ __device__ __forceinline__ void quantize_q(
     store_rounded_s8(&codes[i / 8][row * 128 + chunk * 16], scaled);
   }
   fence_proxy_async();               // wgmma shall see them,
-  named_barrier_sync(barrier, 128);  // those of all four warps
+  named_barrier_sync(barrier, 128);  // codes of all four warps
 }

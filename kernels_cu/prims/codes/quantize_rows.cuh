@@ -1,5 +1,5 @@
-// quantize_rows.cuh -- rows of an operand that a block quantises: their addresses, their division
-// among lanes, the registers of a lane, and the codes of groups.
+// quantize_rows.cuh -- rows of an operand that a block quantises: addresses, division among lanes,
+// registers of a lane, and codes of groups.
 #pragma once
 
 #include "prims/config.cuh"
@@ -34,7 +34,8 @@ struct Cut {
 using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
 using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
 
-// What a launch does for an operand, after what, how that is cut, whether its rows are prepared.
+// The work of a launch for an operand, its predecessor, its division, and whether rows are
+// prepared.
 template <Step FIRST_, Step STEP_, typename Cut_, bool PREPARED_>
 struct Task {
   static constexpr bool PREPARED = PREPARED_;
@@ -43,8 +44,8 @@ struct Task {
   using Cut = Cut_;
 };
 
-// Calls run(task, parameters, which block of its operand) for the operand that this block works on:
-// the first blocks are V's, then come K's and Q's. SUMS_FIRST: quantize_turns.cuh does it.
+// Calls run(task, parameters, block within the operand) for the operand of this block. The first
+// blocks are V's, followed by K's and Q's. SUMS_FIRST: quantize_turns.cuh does it.
 // NOTE: run is an object of a class, because NVRTC 13.0 takes a generic lambda for a host function.
 template <typename Run>
 __device__ __forceinline__ void on_its_operand(
@@ -82,8 +83,8 @@ struct Place {
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
            (PACKED ? first + row0 : row0) * p.X_stride.len;
   }
-  // Which row of X is row i of this block. Those of all rows are asked for before the first row is:
-  // it waits for its place.
+  // The row of X for row i of this block. The places of all rows are loaded before the first row,
+  // which waits for its place.
   __device__ __forceinline__ int place(const QuantizeParams& p, int i) const {
     if (!GATHERED || p.places == nullptr) return i;
     return p.places[batch_head * p.length + row0 + i] - row0;
@@ -105,7 +106,7 @@ struct Place {
     return p.code_sum + batch * p.sum_stride_batch + head * p.sum_stride_head +
            ::first_scale<1>(p.cu_seqlens, batch) + row0;
   }
-  // Where the slice `split` of the head has its sums and its extrema.
+  // Sums and extrema of slice `split` of the head.
   __device__ __forceinline__ float* partial_sum(const QuantizeParams& p, int split) const {
     return p.partial_sum + (batch_head * p.splits + split) * HEAD_DIM;  // [HEAD_DIM]
   }
@@ -127,7 +128,7 @@ __device__ __forceinline__ int col_of(int access) {
   return PREPARED ? PreparedRow::column(access) : (access * LANES + lane_in_row()) * VEC;
 }
 
-// ---- what was found of slices -------------------------------------------------------------------
+// ---- results of slices --------------------------------------------------------------------------
 
 constexpr int SPLITS_IN_FLIGHT = SUMS_FIRST ? 8 : 16;  // that a sum waits for at once
 
@@ -167,13 +168,13 @@ extrema_of_slices(const QuantizeParams& p, const Place& at, int slices, int col)
 __device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place& at) {
   if (!SUMS_FIRST || p.summed_slices == nullptr) return p.splits;
   await_count(p.summed_slices + at.batch_head, p.splits);
-  return 1;  // the last of them has left what all came to in place of the first
+  return 1;  // the last slice has stored the result of all in place of the first
 }
 
 // R0: the mean of a column over rows_of_mean of a head, or over all rows if they were summed
-// before: the sums of its slices, added in rising order and divided. 0 if no mean is subtracted, or
-// if the sum is not finite, because one NaN would otherwise reach every key of the head. The first
-// block of the head stores it.
+// before. The sums of its slices are added in rising order and divided. The mean is 0 if none is
+// subtracted. It is also 0 if the sum is not finite, because one NaN would otherwise reach every
+// key of the head. The first block of the head stores it.
 __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
   if (p.mean == nullptr) return 0.0f;
   const float total = sum_of_slices(p, at, await_slices(p, at), col);
@@ -184,8 +185,8 @@ __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Pla
   return mean;
 }
 
-// How far a column of a head reaches from its mean: the rounded difference rises with x, so that
-// the ends of x are the ends of it.
+// Reach of a column of a head from its mean. The rounded difference rises with x, so its ends are
+// at the ends of x.
 template <bool ZEROS>
 __device__ __forceinline__ ReachWith<ZEROS> channel_reach(
     const QuantizeParams& p, const Place& at, int col, float mean) {
@@ -197,8 +198,8 @@ __device__ __forceinline__ ReachWith<ZEROS> channel_reach(
   return reach;
 }
 
-// Whether a block has no rows, in `cols` columns from col0 on. The first one of a sequence without
-// rows stores their mean all the same.
+// Whether a block has no rows, in `cols` columns from col0 on. The first block of a sequence
+// without rows still stores its mean.
 __device__ __forceinline__ bool is_empty(
     const QuantizeParams& p, const Place& at, int col0 = 0, int cols = HEAD_DIM) {
   if (!VARLEN || at.rows > 0) return false;
@@ -213,16 +214,16 @@ __device__ __forceinline__ bool is_empty(
 constexpr bool VALUES_ARE_FLOATS = P_TYPE == PType::E4M3;
 constexpr bool VALUE_ZEROS = ZERO_POINTS && !VALUES_ARE_FLOATS && P_TYPE != PType::BITS_16;
 using ValueReach = ReachWith<VALUE_ZEROS>;
-// One scale for all of V: its reach, or that of each entry if entries have their own lengths.
+// One scale for all of V: its reach, or the reach of each entry if entries have separate lengths.
 __device__ __forceinline__ ValueReach* values_reach(const QuantizeParams& p, const Place& at) {
   return reinterpret_cast<ValueReach*>(p.absmax) + (VARLEN ? at.batch : 0);
 }
 
 // ---- rows ---------------------------------------------------------------------------------------
 
-// Makes of what a lane has loaded of a row the numbers that are quantised: row(words, which) has
-// element(access, j); words() has those of an access side by side, each a Number. Nothing is
-// prepared: they are made of the words where they are needed.
+// Converts the loaded words of a lane's row to the numbers that are quantised. The result
+// row(words, which) has element(access, j). Its words() has the elements of an access side by side,
+// each a Number. Without preparation, numbers are made from the words at each use.
 template <bool>
 struct Rowwise {
   using Number = elem_t;
@@ -262,8 +263,8 @@ struct Rowwise<true> {
   }
 };
 
-// A head's mean in the columns of a lane: in registers, or in shared memory where rows that are
-// prepared need those.
+// A head's mean in the columns of a lane: in registers, or in shared memory if prepared rows need
+// the registers.
 template <bool>
 struct LaneMean {
   float x[LANE_ACCESSES][VEC];
@@ -287,8 +288,8 @@ struct LaneMean<true> {
   __device__ __forceinline__ float at(int a, int j) const { return x[col_of(a) + j]; }
 };
 
-// What rows are prepared to: numbers that are made once, since the tables that turn them are twice
-// as many bytes as the rows. Nothing where the words that were loaded are made numbers at each use.
+// Prepared rows: numbers that are computed once, because their rotation tables have twice as many
+// bytes as the rows. Empty if the loaded words become numbers at each use.
 template <bool, int PASSES>
 struct Made {};
 template <int PASSES>
@@ -296,8 +297,8 @@ struct Made<true, PASSES> {
   PreparedRow row[PASSES];
 };
 
-// What one lane holds of the block's rows and of the mean. Past the last row stands the last row
-// again: it adds nothing to the reach of its group, and is stored nowhere.
+// A lane's part of the block's rows and of the mean. Past the last row, the last row is repeated:
+// it adds nothing to the reach of its group, and is not stored.
 template <typename Cut>
 struct Rows {
   static constexpr int PASSES = Cut::PASSES;
@@ -332,8 +333,8 @@ struct Rows {
         of_head[col] = channel_mean(p, at, col);
   }
 
-  // From here on the rows are there and the mean is `of_head`. Past the last row stands the last
-  // one, with its position.
+  // Rows have arrived, and the mean is `of_head`. Past the last row, the last row is repeated with
+  // its position.
   __device__ __forceinline__ void begin(
       const float (&of_head)[HEAD_DIM], const QuantizeParams& p, const Place& at) {
 #pragma unroll
@@ -362,7 +363,7 @@ struct Rows {
     return Cut::MEAN ? __fsub_rn(value, mean.at(a, j)) : value;  // R0
   }
 
-  // How far this lane's part of all rows reaches. Less a mean, a column does so at its ends.
+  // Reach of this lane's part of all rows. With a mean, the reach of a column is at its ends.
   __device__ __forceinline__ Reach reach() const {
     Reach found = {};
     if constexpr (Cut::MEAN && !PREPARED) {
@@ -385,7 +386,7 @@ struct Rows {
     return found;
   }
 
-  // The same of one row.
+  // The same for one row.
   __device__ __forceinline__ Reach reach(int pass) const {
     if constexpr (!Cut::MEAN && !PREPARED) return reach_of(x[pass]);  // past the last column are 0
     const auto& own = row(pass);
@@ -424,8 +425,8 @@ struct Rows {
           atomicMax(&of_groups[row_of(first + i) / Cut::GROUP * SIDES + side], sides[side][i]);
   }
 
-  // Stores the codes of the rows, and with zero points the sum of each row's. SATURATED: of scales
-  // that numbers may exceed.
+  // Stores the codes of the rows, and with zero points the sum of each row's codes. SATURATED:
+  // numbers may exceed the scales.
   template <bool SATURATED>
   __device__ __forceinline__ void store(
       const QuantizeParams& p, const Place& at, const Coding (&coding)[Cut::GROUPS]) {

@@ -1,21 +1,22 @@
 // quantize_sums.cuh -- reductions over the rows of a head, slice by slice: the sum of every channel
-// over the rows of its mean; or, over all rows, its least and largest numbers as well.
+// over the rows of its mean. Over all rows, also its least and largest numbers.
 #pragma once
 
 #include "prims/codes/quantize_rows.cuh"
 
-// Rows that a sum waits for at once, and as many at the end of a head, where some may not exist.
+// Rows that a sum waits for at once, and at the end of a head, where some may not exist.
 constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES), ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
 
-// Rows that meet in shared memory: those of a pass, or one for each warp where a pass has twice as
-// many, because lanes that prepare them have twice the columns.
+// Rows that are combined in shared memory: all rows of a pass, or one for each warp if a pass has
+// twice as many. It has if lanes prepare rows, because they then have twice the columns.
 constexpr int FOLDED_ROWS = PREPARED ? NUM_WARPS : ROWS_PER_PASS;
 __device__ __forceinline__ int folded_row() { return PREPARED ? warp_id() : row_in_pass(); }
 __device__ __forceinline__ int folded_col(int access) {
   return PREPARED && lane_id() >= LANES ? HEAD_DIM : col_of(access);
 }
 
-// Shared memory of the block, for one piece of work after the other: of codes of V it holds a tile.
+// Shared memory of the block, for one piece of work after the other. For codes of V it holds a
+// tile.
 constexpr int FOLD_WORDS = FOLDED_ROWS * HEAD_DIM,
               TILE_WORDS = STEP_V == Step::VALUES ? BLOCK_COLS * VALUES_PAD / 4 : 0,
               SPACE_WORDS = FOLD_WORDS > TILE_WORDS ? FOLD_WORDS : TILE_WORDS;
@@ -24,7 +25,7 @@ __device__ __forceinline__ uint32_t* shared_space() {
   return space;
 }
 
-// Folds the rows of a warp: its first LANES lanes get what all have of their columns.
+// Folds the rows of a warp: its first LANES lanes get the results of all lanes for their columns.
 template <typename T, typename Combine>
 __device__ __forceinline__ void fold_warp(T (&of_lane)[LANE_ACCESSES][VEC], Combine combine) {
 #pragma unroll
@@ -35,7 +36,7 @@ __device__ __forceinline__ void fold_warp(T (&of_lane)[LANE_ACCESSES][VEC], Comb
       for (T& x : access) x = combine(x, __shfl_xor_sync(FULL_WARP, x, offset));
 }
 
-// Folds what the lanes have of each column, in rising order of their rows: result(column, all). The
+// Folds the lanes' numbers of each column, in rising order of their rows: result(column, all). The
 // whole block takes part; `space` holds numbers of 4 bytes.
 template <typename T, typename Combine, typename Result>
 __device__ __forceinline__ void fold_columns(
@@ -57,7 +58,7 @@ __device__ __forceinline__ void fold_columns(
 }
 
 // SUMS_FIRST: counts a slice whose results this block has stored. The last slice of a head waits
-// for the others, and leaves what all came to in place of the first.
+// for the others, and stores the result of all in place of the first.
 template <bool EXTREMA>
 __device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place& at) {
   int32_t* summed = p.summed_slices + at.batch_head;
@@ -81,8 +82,8 @@ struct LaneSums {
   float sum[LANE_ACCESSES][VEC] = {};
   Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
 
-  // ROWS rows of the slice from row0 on, one of each pass. WHOLE: all of them exist. Else the last
-  // row stands again past it: it adds nothing, and goes no further.
+  // ROWS rows of the slice from row0 on, one of each pass. WHOLE: all of them exist. Otherwise the
+  // last row is repeated past the end, and adds nothing.
   template <bool WHOLE, int ROWS>
   __device__ __forceinline__ void add(
       const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {

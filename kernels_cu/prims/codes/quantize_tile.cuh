@@ -1,5 +1,5 @@
 // quantize_tile.cuh -- rows of 16/32-bit numbers to INT8 codes in shared memory, in whole groups.
-// Scales and codes equal those of quantize.cu to the bit.
+// Scales and codes equal the results of quantize.cu to the bit.
 #pragma once
 
 #include "prims/config.cuh"
@@ -7,16 +7,16 @@
 #include "prims/io/swizzle.cuh"
 #include "prims/instructions/warp.cuh"
 
-// What a tile of ROWS rows, GROUP of them to a scale, is quantised with.
+// Parameters for quantising a tile of ROWS rows, GROUP of them to a scale.
 template <int ROWS, int GROUP>
 struct TileGroups {
   uint32_t reach[ROWS / GROUP * SIDES];
   Coding coding[ROWS / GROUP];
 };
 
-// The whole block takes part. A row is read twice, the second time from a cache: held in between it
-// would take the registers of O. Rows from rows_valid on and columns from HEAD_DIM on get code 0.
-// NOTE: `groups` must be free before; codes and scales are visible after the next barrier.
+// The whole block takes part. A row is read twice, the second time from a cache. Keeping it would
+// take the registers of O. Rows from rows_valid on and columns from HEAD_DIM on get code 0. NOTE:
+// `groups` must be free before; codes and scales are visible after the next barrier.
 template <int COLS_PAD, int ROWS, int GROUP>
 __device__ __forceinline__ void quantize_tile(
     int8_t* codes,  // [ROWS, COLS_PAD], swizzled

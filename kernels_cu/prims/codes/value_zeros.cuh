@@ -1,7 +1,7 @@
-// value_zeros.cuh -- zero points of V where that is INT8 codes. With v = s (c - z) and codes p of
-// P, of a tile,  sum p (c - z) = sum p c - z sum p:
-// whole numbers below 2^24, and sum p is the product with a column of ones.
-// A kernel whose V has no zero points compiles all of this to nothing.
+// value_zeros.cuh -- zero points of V as INT8 codes. Let v = s (c - z), and p the codes of P of a
+// tile. Then sum p (c - z) = sum p c - z sum p. These are whole numbers below 2^24, and sum p is
+// the product with a column of ones. A kernel whose V has no zero points compiles all of this to
+// nothing.
 #pragma once
 
 #include "prims/config.cuh"
@@ -21,7 +21,7 @@ struct ValueZeros {
   __device__ __forceinline__ ValueZeros(void* behind, const int32_t* V_zero)
       : tiles(static_cast<int32_t*>(behind)), V_zero(V_zero) {}
 
-  // S2, with the copies of the stage: those of the tile of keys from kv0 on.
+  // S2, with the copies of the stage: zero points of the tile of keys from kv0 on.
   __device__ __forceinline__ void load(int stage, int kv0) const {
     if constexpr (VALUE_ZERO_POINTS)
       for (int col = thread_id(); col < VALUE_COLS; col += NUM_THREADS)
@@ -30,7 +30,7 @@ struct ValueZeros {
             V_zero + kv0 / GROUP_V * HEAD_DIM + min(col, HEAD_DIM - 1), true);
   }
 
-  // S5: those of columns col and col + 1, col being even.
+  // S5: zero points of columns col and col + 1, with col even.
   __device__ __forceinline__ int2 pair(int stage, int col) const {
     if constexpr (VALUE_ZERO_POINTS)
       return *reinterpret_cast<const int2*>(tiles + stage * VALUE_COLS + col);
@@ -38,8 +38,8 @@ struct ValueZeros {
   }
 };
 
-// S4: the sums of codes of P, added up: of this lane's of row g in sum[1], of row g + 8 in sum[3];
-// of whole rows, which zero points are multiplied with, in sum[0] and sum[2]; none of 8-bit floats.
+// S4: adds up codes of P, except 8-bit floats. This lane's sums are sum[1] for row g and sum[3] for
+// row g + 8. Sums of whole rows, which multiply zero points, are sum[0] and sum[2].
 template <int N>
 __device__ __forceinline__ void sum_p_codes(p_sum_t (&sum)[4], const uint32_t (&P_frag)[N][4]) {
   constexpr uint32_t FOUR_ONES = 0x01010101u;

@@ -5,7 +5,8 @@
 #include "prims/config.cuh"
 #include "prims/instructions/mma.cuh"
 
-// Four codes, the first lowest, as two pairs of `T`. By conversions of integers fa_int8 spilled.
+// Four codes, the first lowest, as two pairs of `T`. With conversions of integers, fa_int8 spilled
+// registers.
 template <typename T>
 __device__ __forceinline__ void widen_codes(uint32_t (&pairs)[2], uint32_t codes) {
   constexpr uint32_t HIGH_BYTES = 0x4B000000u;  // of the floats 2^23 + 128 + c

@@ -1,6 +1,7 @@
-// zero_points.cuh -- what zero points take from a product of codes. With x = s (c - z),
-//   sum (c_q - z_q)(c_k - z_k) = sum c_q c_k - (z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)):
-// whole numbers of at most 2^24, which int32 and float hold exactly (docs/MATH_REFERENCE.md [L16]).
+// zero_points.cuh -- correction of a product of codes by zero points. With x = s (c - z),
+//   sum (c_q - z_q)(c_k - z_k) = sum c_q c_k - (z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)).
+// These are whole numbers of at most 2^24, which int32 and float hold exactly
+// (docs/MATH_REFERENCE.md [L16]).
 // A kernel without ZERO_POINTS compiles all of this to nothing.
 #pragma once
 
@@ -10,7 +11,7 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
-// The zero point of the rows that have the scale at `scale`: it lies as far from the first as that.
+// The zero point of the rows whose scale is at `scale`. Both have the same offset in their arrays.
 __device__ __forceinline__ int zero_of(
     const int32_t* first_zero, const float* first_scale, const float* scale) {
   return first_zero[scale - first_scale];
@@ -21,7 +22,7 @@ struct ZeroTiles {
   int2 Q[BLOCK_Q];               // of a row: z_q and sum c_q - HEAD_DIM z_q
   int2 K[NUM_STAGES][BLOCK_KV];  // of a key: z_k and sum c_k
 
-  // S3: the product of two rows of codes less their zero points, from that of the codes.
+  // S3: the product of two rows of codes less their zero points, from the product of the codes.
   __device__ __forceinline__ int32_t without(int32_t dot, int row, int stage, int key) const {
     if constexpr (ZERO_POINTS) {
       const int2 q = Q[row], k = K[stage][key];
@@ -40,8 +41,8 @@ struct ZeroPoints {
   const int32_t* Q_code_sum;  // [len_q]
   const int32_t* K_code_sum;  // [len_kv]
 
-  // Q_scale and K_scale are those of the head. NOTE: zero points lie as far from the first as they
-  // do, so that no pointer more lives through the loop.
+  // Q_scale and K_scale point to the scales of the head. NOTE: zero points have the same offsets as
+  // scales, so that no further pointer lives through the loop.
   __device__ __forceinline__ ZeroPoints(
       void* behind, const AttnParams& call, const QuantParams& quant, const float* Q_scale,
       const float* K_scale, int64_t batch, int64_t head, int64_t head_kv)
@@ -54,7 +55,7 @@ struct ZeroPoints {
                  head_kv * quant.K_sum_stride_head + first_scale<1>(call.cu_seqlens_k, batch);
   }
 
-  // S1, visible after the next barrier: rows from q0 on, the last of them for those past the end.
+  // S1, visible after the next barrier: rows from q0 on. Past the end the last row is repeated.
   __device__ __forceinline__ void load_rows(int q0, int len_q) const {
     if constexpr (ZERO_POINTS)
       for (int i = thread_id(); i < BLOCK_Q; i += NUM_THREADS) {
@@ -68,7 +69,7 @@ struct ZeroPoints {
     return ZERO_POINTS && attended ? tiles->Q[row].x : 0;
   }
 
-  // S2, with the copies of the stage: keys from kv0 on, likewise.
+  // S2, with the copies of the stage: keys from kv0 on, the last repeated past the end.
   __device__ __forceinline__ void load_keys(int stage, int kv0, int len_kv) const {
     if constexpr (ZERO_POINTS)
       for (int i = thread_id(); i < BLOCK_KV; i += NUM_THREADS) {

@@ -1,9 +1,9 @@
-// zero_points_sm90.cuh -- what zero points take from a product of codes, where wgmma multiplies
-// them (zero_points.cuh has the whole numbers). Accumulators begin with it,
-//   sum (c_q - z_q)(c_k - z_k) = -(z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)) + sum c_q c_k,
-// so that a score costs one fused multiplication, beside a quarter of one for what goes with the
-// row where 16 keys share z_k. The terms of the keys are stored beside K; a separate warp loads
-// them. A kernel without ZERO_POINTS compiles all of this to nothing.
+// zero_points_sm90.cuh -- correction of wgmma's products of codes by zero points (zero_points.cuh
+// has the formula). Accumulators begin with the correction,
+//   sum (c_q - z_q)(c_k - z_k) = -(z_q sum c_k + z_k (sum c_q - HEAD_DIM z_q)) + sum c_q c_k.
+// so a score costs one fused multiplication, plus a quarter for the row's term if 16 keys share
+// z_k. The terms of the keys are stored beside K; a separate warp loads them. A kernel
+// without ZERO_POINTS compiles all of this to nothing.
 #pragma once
 
 #include "prims/config.cuh"
@@ -18,19 +18,19 @@
 #include "prims/schedule/work_tile.cuh"
 #include "prims/codes/zero_points.cuh"
 
-// Of the keys of a step, negated so that consumers only add.
+// Terms of the keys of a step, negated so that consumers only add.
 struct alignas(16) KeyZeros {
   int32_t code_sum[BLOCK_KV];  // -sum c_k, in the order of `place`
   int32_t zero[SCALES];        // -z_k
 
-  // Place of a key: among every 16 keys, key 8 n + 2 t + j is at 4 t + 2 n + j, because lane t of a
-  // quad has these scores.
+  // Place of a key. In each 16 keys, key 8 n + 2 t + j is at 4 t + 2 n + j. (Lane t of a quad has
+  // these scores.)
   __device__ __forceinline__ static int place(int key) {
     return key / 16 * 16 + key % 8 / 2 * 4 + key / 8 % 2 * 2 + key % 2;
   }
 };
 
-// Who arrives at a stage that is full: the thread that copies K, and the warp that loads this.
+// Arrivals at a full stage: the thread that copies K, and the warp that loads these terms.
 constexpr int PRODUCERS = ZERO_POINTS ? 2 : 1;
 
 // Lies behind the kernel's own shared storage.
@@ -38,8 +38,8 @@ struct SharedZeros {
   KeyZeros K[NUM_STAGES];
   int2 Q[NUM_WARPS][16];  // of the rows of a warp that computes: z_q and sum c_q - HEAD_DIM z_q
 
-  // S2 load what goes with K of every step of every tile, by a whole warp, until there are no more.
-  // V_STEPS: stages of a tile that hold V alone.
+  // S2 load the terms beside K of every step of every tile, by a whole warp, until there are no
+  // more. V_STEPS: stages of a tile that hold V alone.
   template <int V_STEPS, typename SharedStorage>
   __device__ __forceinline__ void load_keys(
       SharedStorage& smem, Mbarrier (&full)[NUM_STAGES], Mbarrier (&empty)[NUM_STAGES],
@@ -66,9 +66,9 @@ struct SharedZeros {
           p, tile.batch, tile.head, tile.q0, kv_begin(p, tile.q0), kv_end(p, tile.q0, BLOCK_Q));
       int number = round_down(keys.begin, BLOCK_KV) + tile.first * BLOCK_KV;  // of a step
       TileSteps<MASKED> listed(scoring, p, tile);
-#pragma unroll 1  // there are registers for one
+#pragma unroll 1  // registers suffice for one
       for (int step = 0; step < tile.steps + V_STEPS; ++step, number += BLOCK_KV, at.advance()) {
-        // Keys past the end are masked: they get what the last one has.
+        // Keys past the end are masked, and repeat the last key.
         const int kv0 = MASKED ? first_key(listed.take()) : keys.key(number);
         const int last = max(p.len_kv - 1, 0);
         constexpr int LANE_KEYS = ceil_div(BLOCK_KV, WARP_SIZE);
@@ -90,8 +90,8 @@ struct SharedZeros {
     }
   }
 
-  // S1 load what goes with this lane's rows, `row` of the tile and row + 8. Rows past the end have
-  // codes of 0, and 0 for a zero point: their scores are 0, whatever comes behind them.
+  // S1 load the terms of this lane's rows, `row` of the tile and row + 8. Rows past the end have
+  // codes of 0 and zero point 0, so their scores are 0 regardless of the data behind them.
   __device__ __forceinline__ void load_rows(
       const AttnParams& call, const QuantParams& quant, const float* Q_scale, const WorkTile& tile,
       int row, int len_q) {
@@ -101,7 +101,7 @@ struct SharedZeros {
                                 tile.head * quant.Q_sum_stride_head +
                                 first_scale<1>(call.cu_seqlens_q, tile.batch);
       const int h = lane_id() % 4, q = tile.q0 + row + h * 8;  // two lanes of four load a row each
-      __syncwarp();  // all lanes have read those of the tile before
+      __syncwarp();  // all lanes have read the terms of the tile before
       if (h < 2) {
         int2 own = {};
         if (q < len_q) {
@@ -114,7 +114,7 @@ struct SharedZeros {
     }
   }
 
-  // S3: what the scores of a step begin with.
+  // S3: the initial values of the scores of a step.
   __device__ __forceinline__ void begin(int32_t (&dot)[BLOCK_KV / 2], int stage) {
     if constexpr (ZERO_POINTS) {
       const int thread = thread_id_anew();
@@ -122,7 +122,7 @@ struct SharedZeros {
       const int* of_lane = K[stage].code_sum + thread % 4 * 4;  // [BLOCK_KV - thread % 4 * 4]
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; i += 8) {  // 16 keys
-        // NOTE: ptxas loads no further ahead than this. All at once they were spilled.
+        // NOTE: ptxas loads no further ahead than this. All loads at once were spilled.
         if (i % 16 == 0) __syncwarp();
         const int4 sum = *reinterpret_cast<const int4*>(of_lane + i * 2);
         const int of_key[4] = {sum.x, sum.y, sum.z, sum.w};
@@ -141,7 +141,7 @@ struct SharedZeros {
   }
 
  private:
-  // What goes with this lane's first row; the other is 8 further.
+  // Terms of this lane's first row; the other row is 8 further.
   __device__ __forceinline__ int2* rows(int thread) {
     return &Q[thread / WARP_SIZE][thread % WARP_SIZE / 4];
   }

@@ -1,43 +1,44 @@
 // cluster.cuh -- blocks of a cluster: their barrier, and the shared memory of one another (sm_90).
 //
-// CLUSTER_OF_SPLITS (config.cuh) launches a kernel in clusters. A block's shared memory is there
-// from its first arrival at the barrier until it ends, which must not be before all have read it.
+// CLUSTER_OF_SPLITS (config.cuh) launches a kernel in clusters. A block's shared memory can be read
+// from its first arrival at the barrier until it ends. A block must not end before all have read
+// it.
 #pragma once
 
 #include "prims/instructions/mma.cuh"
 
-// Arrives at the barrier of the cluster, with all lanes of a warp. A release hands on what a thread
-// did before and what that came after, such as all that the threads of its block did before they
-// met; it waits until its own stores have reached memory (MEMBAR), those to global memory too. A
-// warp whose doings another one hands on arrives with no release.
+// Arrives at the barrier of the cluster, with all lanes of a warp. A release publishes the previous
+// work of a thread, and all work ordered before it, such as its block's work before a barrier. It
+// waits until the thread's stores have reached memory (MEMBAR), also stores to global memory. A
+// warp whose work another warp publishes arrives without release.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Waits until every thread of the cluster that has not exited has arrived. What was handed on is
-// visible then.
+// Waits until every thread of the cluster that has not exited has arrived. Then all published work
+// is visible.
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Waits until every thread of the cluster that has not exited is here. What any of them did before
-// is visible to all of them.
+// Waits until every thread of the cluster that has not exited is here. Previous work of each is
+// then visible to all.
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
 }
 
-// Where something of shared memory, of which every block has its own, lies in block `rank` of the
-// cluster.
+// Address, in block `rank` of the cluster, of the object that is at `own` in this block's shared
+// memory.
 __device__ __forceinline__ uint32_t address_in_block(const void* own, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
   return address;
 }
 
-// Two or four floats, or four integers, of shared memory as block `rank` of the cluster has them.
-// They begin at a multiple of their size.
+// Two or four floats, or four integers, of shared memory of block `rank` of the cluster. They begin
+// at a multiple of their size.
 template <int N>
 __device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], int rank) {
   const uint32_t address = address_in_block(&own, rank);

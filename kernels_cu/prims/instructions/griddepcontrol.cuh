@@ -5,7 +5,7 @@
 
 #include "prims/base.cuh"
 
-// The next launch may begin once every block has come here or ended: its blocks take the SMs that
+// The next launch may begin once every block has called this or ended. Its blocks take the SMs that
 // these leave.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900

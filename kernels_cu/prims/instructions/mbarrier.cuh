@@ -1,7 +1,7 @@
 // mbarrier.cuh -- barriers in shared memory that count arrivals and bytes (sm_90).
 //
-// A barrier runs through phases, numbered by a parity that flips each time it completes. A ring of
-// stages has two barriers a stage: `full` completes when the copy engine has delivered its bytes,
+// A barrier runs through phases, numbered by a parity that flips each time it completes. Each stage
+// of a ring has two barriers. `full` completes when the copy engine has delivered its bytes,
 // `empty` when every consumer warp has arrived.
 #pragma once
 

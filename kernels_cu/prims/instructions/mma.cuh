@@ -16,8 +16,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane i gives the shared address of row i % 8 of matrix
-// i / 8, lane 4 r + c receives elements 2c, 2c + 1 of row r.
+// Four 8 x 8 matrices of 16-bit elements. Lane i gives the shared address of row i % 8 of matrix i
+// / 8. Lane 4 r + c receives elements 2c, 2c + 1 of row r.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -80,7 +80,8 @@ __device__ __forceinline__ void mma_m16n8k32_e4m3(
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two floats as e4m3, rounded to nearest even, x in the low byte; what is larger becomes E4M3_MAX.
+// Two floats as e4m3, rounded to nearest even, x in the low byte; larger numbers saturate to
+// E4M3_MAX.
 constexpr float E4M3_MAX = 448.0f;
 __device__ __forceinline__ uint32_t pack_e4m3(float x, float y) {
   uint16_t r;
@@ -88,7 +89,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x, float y) {
   return r;
 }
 
-// Four of them, x in the lowest byte.
+// Four floats as e4m3, x in the lowest byte.
 __device__ __forceinline__ uint32_t pack_e4m3(float x, float y, float z, float w) {
   uint32_t r;
   asm("{\n.reg .b16 low, high;\n"
@@ -100,8 +101,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float x, float y, float z, float w
   return r;
 }
 
-// Four floats as unsigned bytes, rounded to nearest even, x in the lowest; what is below 0 becomes
-// 0, as NaN does, what is larger becomes 255.
+// Four floats as unsigned bytes, rounded to nearest even, x in the lowest. They saturate at 0 and
+// 255, and NaN becomes 0.
 __device__ __forceinline__ uint32_t pack_u8(float x, float y, float z, float w) {
   uint32_t r;
   asm("{\n.reg .s32 x, y, z, w;\n"
@@ -143,8 +144,8 @@ __device__ __forceinline__ uint32_t pack_rn<__nv_bfloat16>(float x, float y) {
   return r;
 }
 
-// The larger of three pairs of 16-bit floats, half by half. None may be negative: their bits then
-// stand in their order, and a NaN's above all.
+// The larger of three pairs of 16-bit floats, half by half. None may be negative. Their bits then
+// have the same order, with NaN above all.
 __device__ __forceinline__ uint32_t max3_packed(uint32_t x, uint32_t y, uint32_t z) {
   return __vimax3_u16x2(x, y, z);
 }
@@ -153,7 +154,7 @@ template <typename T>
 __device__ __forceinline__ bool packed_below(uint32_t x, int log2);
 template <>
 __device__ __forceinline__ bool packed_below<__half>(uint32_t x, int log2) {
-  const uint32_t power = (log2 + 15) << 10;  // its bits: what reaches them reaches the top bit
+  const uint32_t power = (log2 + 15) << 10;  // its bits: numbers from it on set the top bit
   return ((x + (0x8000 - power) * 0x10001) & 0x80008000) == 0;
 }
 template <>

@@ -1,5 +1,5 @@
-// mma_tiles.cuh -- the tiles of an attention kernel in units of mma, for a warp that owns WARP_Q
-// query rows; and the rows of 8-bit codes of Q and K.
+// mma_tiles.cuh -- the tiles of an attention kernel in units of mma, for a warp with WARP_Q query
+// rows. Also rows of 8-bit codes of Q and K.
 #pragma once
 
 #include "prims/config.cuh"
@@ -11,7 +11,7 @@ constexpr int MMA_COLS = HEAD_DIM_PAD / 8;  // column tiles of 8 of O
 
 constexpr int CODES_PAD = round_up(HEAD_DIM, 32);  // bytes per row of codes
 constexpr int CODE_CHUNKS = CODES_PAD / 16;        // 16-byte chunks per row of codes
-// Codes per global access: as many bytes as an access of O, where rows allow it.
+// Codes per global access: as many bytes as an access of O, if rows allow it.
 constexpr int CODE_VEC = VEC > 1 && HEAD_DIM % (2 * VEC) == 0 ? 2 * VEC : VEC;
 
 static_assert(

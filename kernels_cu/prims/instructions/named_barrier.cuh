@@ -1,10 +1,10 @@
 // named_barrier.cuh -- barriers 1 to 15 of a block, for some of its warps; 0 is __syncthreads.
-// `threads` counts both those that wait and those that only arrive.
+// `threads` counts waiting threads and threads that only arrive.
 #pragma once
 
 #include "prims/base.cuh"
 
-// Waits until `threads` threads have come to the barrier, this warp's among them.
+// Waits until `threads` threads have reached the barrier, including this warp's.
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -13,8 +13,8 @@ __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// One after the other, COUNT warpgroups do what only one may do at a time. The first turn has to be
-// passed to the first of them; the last one passed is to be taken, too.
+// COUNT warpgroups take turns at work that only one may do at a time. The first turn must be passed
+// to the first warpgroup, and the last one passed must be taken, too.
 template <int COUNT>
 struct Turn {
   int warpgroup;  // of COUNT

@@ -9,7 +9,7 @@ struct alignas(64) TensorMap {
 };
 
 // Copies the box at (column, row, head, batch) to shared memory and counts its bytes off the
-// barrier. What lies outside the array arrives as zeros and counts too.
+// barrier. Elements outside the array arrive as zeros and count too.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d(
     void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head,
     int batch) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same of an array with five axes, at (x0, ..., x4), the contiguous axis first.
+// The same for an array with five axes, at (x0, ..., x4), the contiguous axis first.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(
     void* shared, const TensorMap& map, Mbarrier& barrier, int x0, int x1, int x2, int x3, int x4) {
   asm volatile(
@@ -28,7 +28,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-// The same of a box that is read once: it leaves the L2 cache first, and what is read again stays.
+// The same for a box that is read once: it leaves the L2 cache first, so that reused data stays.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_evict_first(
     void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head,
     int batch) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d_evict_first(
       "l"(policy)
       : "memory");
 }
-// Copies `bytes` that lie side by side to shared memory, and counts them off the barrier. Addresses
-// and bytes are multiples of 16.
+// Copies `bytes` contiguous bytes to shared memory, and counts them off the barrier. Addresses and
+// bytes are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(
     void* shared, const void* global, int bytes, Mbarrier& barrier) {
   asm volatile(
@@ -51,8 +51,8 @@ __device__ __forceinline__ void cp_async_bulk(
       "l"(global), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
 }
-// Copies a box in shared memory to (column, row, head, batch), in the background; what would lie
-// outside the array is left out.
+// Copies a box in shared memory to (column, row, head, batch), in the background. Elements outside
+// the array are not stored.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_store(
     const TensorMap& map, const void* shared, int column, int row, int head, int batch) {
   asm volatile(
@@ -68,13 +68,13 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// Shows what this thread has written to shared memory to the copy engine.
+// Makes this thread's writes to shared memory visible to the copy engine.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-// Zeros in rows [from, to) of the first boxes of a tile, each [rows, 128 bytes], by THREADS
-// threads, whose next barrier shows them to all, wgmma among them. A box brings rows whatever they
-// belong to.
+// Stores zeros to rows [from, to) of the first boxes of a tile, each [rows, 128 bytes], by THREADS
+// threads. Their next barrier makes them visible to all, wgmma included. The rows are needed
+// because a box also brings rows of the next sequence.
 template <int THREADS, typename T, int BOXES, int BOX_ELEMENTS>
 __device__ __forceinline__ void zero_rows(
     T (&tile)[BOXES][BOX_ELEMENTS], int from, int to, int boxes = BOXES) {

@@ -1,4 +1,4 @@
-// warp.cuh -- who am I in the block, and reductions over lanes.
+// warp.cuh -- indices of thread, warp and lane, and reductions over lanes.
 #pragma once
 
 #include "prims/base.cuh"
@@ -13,13 +13,13 @@ __device__ __forceinline__ int thread_id_anew() {
 __device__ __forceinline__ int warp_id() { return threadIdx.x / WARP_SIZE; }
 __device__ __forceinline__ int lane_id() { return threadIdx.x % WARP_SIZE; }
 
-// The same in every lane of a warp, and known to be: what follows from it may live in uniform
-// registers, where wgmma wants its descriptors and the copy engine its addresses. The compiler
-// cannot see it of what came through shared memory or a thread's number.
+// Tells the compiler that x is the same in all lanes of a warp. Results then may use uniform
+// registers, where wgmma needs its descriptors and the copy engine its addresses. The compiler
+// cannot infer it for values from shared memory or from a thread's number.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(FULL_WARP, x, 0); }
 
-// What `combine` makes of the numbers of aligned groups of LANES lanes (a power of two); every lane
-// gets the result.
+// Combines the numbers of aligned groups of LANES lanes (a power of two); every lane gets the
+// result.
 template <int LANES, typename T, typename Combine>
 __device__ __forceinline__ T shfl_reduce(T x, Combine combine) {
 #pragma unroll
@@ -43,7 +43,7 @@ template <int LANES>
 __device__ __forceinline__ int shfl_sum(int x) {
   return shfl_reduce<LANES>(x, [](int a, int b) { return a + b; });
 }
-// A maximum of numbers of which one that is NaN makes the maximum NaN.
+// The maximum, NaN if either is NaN.
 __device__ __forceinline__ float max_nan(float x, float y) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
@@ -54,8 +54,8 @@ __device__ __forceinline__ float min_nan(float x, float y) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(x), "f"(y));
   return smaller;
 }
-// Four of the eight bytes {b, a}, one for each digit of the selector; a digit whose bit 3 is set
-// takes the sign of its byte, eight times.
+// Four of the eight bytes {b, a}, one for each digit of the selector. A digit with bit 3 set
+// replicates the sign of its byte eight times.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t bytes;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
@@ -65,8 +65,8 @@ template <int LANES>
 __device__ __forceinline__ float shfl_max_nan(float x) {
   return shfl_reduce<LANES>(x, [](float a, float b) { return max_nan(a, b); });
 }
-// Transposes 4 x 4 registers within each aligned group of four lanes: lane i's x[j] becomes what
-// was lane j's x[i].
+// Transposes 4 x 4 registers within each aligned group of four lanes: lane i's x[j] becomes lane
+// j's old x[i].
 __device__ __forceinline__ void shfl_transpose(uint32_t (&x)[4]) {
   const int t = lane_id() % 4;
 #pragma unroll
@@ -79,7 +79,7 @@ __device__ __forceinline__ void shfl_transpose(uint32_t (&x)[4]) {
       (t & bit ? low : high) = other;
     }
 }
-// Transposes 4 x 4 bytes within each aligned group of four lanes: byte j of lane i becomes what was
+// Transposes 4 x 4 bytes within each aligned group of four lanes: byte j of lane i becomes the old
 // byte i of lane j.
 __device__ __forceinline__ uint32_t shfl_transpose_bytes(uint32_t x) {
   x = prmt(x, __shfl_xor_sync(FULL_WARP, x, 1), lane_id() & 1 ? 0x3715 : 0x6240);

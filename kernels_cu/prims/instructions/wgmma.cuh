@@ -1,7 +1,7 @@
 // wgmma.cuh -- warpgroup matrix instructions (sm_90a): D [64, N] += A [64, 16] B [16, N] by the 128
-// threads of a warpgroup, asynchronously. Accumulators and A fragments lie in registers as those of
-// mma.cuh do, warp w holding rows 16 w to 16 w + 15; operands in shared memory are named by a
-// descriptor. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
+// threads of a warpgroup, asynchronously. Accumulators and A fragments have the register layout of
+// mma.cuh, with rows 16 w to 16 w + 15 in warp w. A descriptor names an operand in shared memory.
+// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
 #pragma once
 
 #include "prims/instructions/mma.cuh"
@@ -34,8 +34,8 @@ __device__ __forceinline__ void wgmma_use(uint32_t (&a)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(a[i / 4][i % 4])::"memory");
 }
-// A word of shared memory, read here. An ordinary read may come to lie among the wgmmas before it,
-// and the wgmma behind it then waits for it.
+// A word of shared memory, read here. The compiler may move an ordinary read among the wgmmas
+// before it, and the wgmma behind it then waits for it.
 __device__ __forceinline__ int ld_volatile_shared(const int& word) {
   int value;
   asm volatile("ld.volatile.shared.s32 %0, [%1];"
@@ -44,7 +44,7 @@ __device__ __forceinline__ int ld_volatile_shared(const int& word) {
                : "memory");
   return value;
 }
-// Registers per thread from here on; every warp of the warpgroup must say so.
+// Registers per thread from here on; every warp of the warpgroup must execute this.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -54,15 +54,15 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// Stores what ldmatrix_x4 of mma.cuh loads.
+// Stores matrices in the layout that ldmatrix_x4 of mma.cuh loads.
 __device__ __forceinline__ void stmatrix_x4(uint32_t row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// Names a tile of rows of 128 bytes in shared memory, swizzled over 128 bytes, its base 1024-byte
-// aligned: 8 rows form an atom, the next 8 rows follow 1024 bytes later.
+// Names a tile of rows of 128 bytes in shared memory, swizzled over 128 bytes, with a 1024-byte
+// aligned base. Eight rows form an atom, and the next eight follow 1024 bytes later.
 // NOTE: the halves are separate because a step along the tile changes only the lower one.
 // Descriptors that were built for each instruction took ten issue slots each.
 struct Descriptor {
@@ -86,7 +86,8 @@ __device__ __forceinline__ Descriptor descriptor_n_major(const void* tile, int c
   return {shared_address(tile) >> 4 | uint32_t(column_bytes >> 4) << 16, 1u << 30 | 1024 >> 4};
 }
 
-// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
+// Tells the compiler that a descriptor is the same in every lane: it cannot infer this through the
+// stages of a ring.
 __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
   return {__shfl_sync(FULL_WARP, rows.low, 0), rows.high};
 }
@@ -115,8 +116,8 @@ struct WgmmaU8;
 template <int N>
 struct WgmmaE4m3;
 
-// Accumulators as operands, eight by eight: NAMES_n are %0 to %(n - 1) in the text, ACCUMULATORS_n
-// the n registers that they stand for, of kind R: "+f" or "+r".
+// Accumulators as operands, eight at a time. NAMES_n are %0 to %(n - 1) in the text, and
+// ACCUMULATORS_n are their n registers of kind R: "+f" or "+r".
 // clang-format off
 #define EIGHT(R, i) \
   R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3]), R(c[i + 4]), R(c[i + 5]), R(c[i + 6]), R(c[i + 7])

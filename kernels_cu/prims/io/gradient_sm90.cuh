@@ -73,15 +73,15 @@ __device__ __forceinline__ void store_gradient(
     }
 }
 
-// ---- dQ as blocks of keys add it up in memory -------------------------------------------------
+// ---- dQ: sums of blocks of keys in memory -----------------------------------------------------
 
-// Sums of 64 padded rows and 64 columns lie together, in the order in which the threads of a
-// warpgroup hold their accumulators: [8][128 threads][4], so that a warp adds 512 bytes at a time.
+// Sums of 64 padded rows and 64 columns are contiguous, in the order of a warpgroup's accumulators:
+// [8][128 threads][4]. So a warp adds 512 bytes at a time.
 constexpr int QUERY_SUMS = 32;  // of a thread
 constexpr int QUERY_SUMS_BOXES = ceil_div(HEAD_DIM, 64);
 constexpr int QUERY_SUMS_TILE = 64 * 64;
 
-// Those of the rows from q0 on, box `box` of their columns; past these the next 64 rows'.
+// Sums of the rows from q0 on, box `box` of their columns, followed by the next 64 rows.
 __device__ __forceinline__ float* query_sums(
     const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0,
     int box) {
@@ -89,7 +89,8 @@ __device__ __forceinline__ float* query_sums(
   return grad.dQ_sum + (rows / 64 * QUERY_SUMS_BOXES + box) * QUERY_SUMS_TILE;
 }
 
-// Adds 16 bytes of floats to memory, each by itself, in any order with those of others.
+// Adds 16 bytes of floats to memory. Each float is a separate addition, in any order with other
+// threads.
 __device__ __forceinline__ void red_add_v4(float* global, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b),
                "f"(c), "f"(d)

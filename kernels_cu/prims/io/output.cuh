@@ -1,19 +1,20 @@
-// output.cuh -- O of the 16 rows of a warp, from fragments of wgmma to global memory: through
-// shared memory and the copy engine, which writes while the warp continues, or from registers.
+// output.cuh -- stores O of the 16 rows of a warp from fragments of wgmma to global memory. Either
+// the copy engine writes it from shared memory while the warp continues, or the warp from
+// registers.
 #pragma once
 
 #include "prims/io/tile_io.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int STORE_ROWS = 16;  // that the copy engine stores at a time: those of a warp
+constexpr int STORE_ROWS = 16;  // of a warp, which the copy engine stores at a time
 constexpr int STORE_COLS = 64;  // of 16 bits, in a box: one swizzle of 128 bytes
 constexpr int STORE_BOXES = ceil_div(HEAD_DIM, STORE_COLS);
 constexpr int CHUNK_COLS = 8;  // of 16 bits, in 16 bytes
-// It stores 16 bytes whole, past the last column too.
+// The copy engine stores 16 bytes as a whole, past the last column too.
 constexpr bool WHOLE_CHUNKS = HEAD_DIM % CHUNK_COLS == 0;
 
-// Of a row of a fragment, g = lane / 4, and of row g + 8: columns 8 n + 2 (lane % 4) and the next.
+// Columns 8 n + 2 (lane % 4) and the next, in rows g = lane / 4 and g + 8 of a fragment.
 template <int COLS>
 using OutputFragment = uint32_t[COLS / 8][2];
 
@@ -33,7 +34,7 @@ __device__ __forceinline__ void stage_output(
 }
 
 // The warp itself stores the rows of stage_output, if the copy engine would also store rows of the
-// next packed sequence, or columns past those of O.
+// next packed sequence, or columns past O.
 template <int BOX>
 __device__ __forceinline__ void store_rows(
     elem_t* O, int64_t stride, const elem_t* O_rows, int rows) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void store_rows(
   }
 }
 
-// What stage_output left, to the first `rows` of 16 rows of O: those at `row` of the tensor map.
+// Stores the rows of stage_output to the first `rows` of 16 rows of O, at `row` of the tensor map.
 template <int BOX>
 __device__ __forceinline__ void send_output(
     elem_t* O, int64_t stride, const elem_t* O_rows, int rows, const TensorMap& O_map, int row,
@@ -81,11 +82,11 @@ __device__ __forceinline__ void store_fragment(
     }
 }
 
-constexpr int OWN_BOX = STORE_ROWS * STORE_COLS;  // elements of a box that is a warp's own
+constexpr int OWN_BOX = STORE_ROWS * STORE_COLS;  // elements of a box of a single warp
 constexpr int OWN_BOXES = STORE_BOXES * OWN_BOX;
 
-// Rounds and stores the first `rows` of 16 rows of O: by way of boxes of the warp's own where there
-// is room for them, which the copy engine may still be reading when the next call begins.
+// Rounds and stores the first `rows` of 16 rows of O, through boxes of the warp if there is room
+// for them. The copy engine may still read the boxes when the next call begins.
 template <bool STAGED, int COUNT>
 __device__ __forceinline__ void store_output(
     elem_t* O, int64_t stride, int rows, const float (&x)[COUNT], elem_t* O_rows,
@@ -95,7 +96,7 @@ __device__ __forceinline__ void store_output(
     pack_sums<elem_t>(O_frag, x);                           // R7
     if constexpr (STAGED) {
       if (lane_id() == 0) cp_async_bulk_wait_group_read();
-      __syncwarp();  // the copy engine has read what is overwritten now
+      __syncwarp();  // the copy engine has read the boxes that are overwritten now
       stage_output<OWN_BOX>(O_rows, O_frag);
       send_output<OWN_BOX>(O, stride, O_rows, rows, O_map, row, head, batch);
     } else {

@@ -1,7 +1,7 @@
-// prepare.cuh -- preparation of rows of Q and K before they are quantised, in float32: they are
-// divided by their root mean square and weighted (QK_NORM), then rotated by their positions (ROPE).
-// Every operation is one IEEE rounding, named, so that none is contracted and all equal NumPy's:
-// cupyattn/problem/row_preparation.py does the same, bit for bit.
+// prepare.cuh -- preparation of rows of Q and K before they are quantised, in float32. QK_NORM
+// divides by their root mean square and applies weights. ROPE then rotates them by their positions.
+// Every operation is a named intrinsic with one IEEE rounding. So none is contracted, and all equal
+// NumPy's: cupyattn/problem/row_preparation.py does the same, bit for bit.
 #pragma once
 
 #include "prims/config.cuh"
@@ -11,7 +11,7 @@
 constexpr bool PREPARED = ROPE || QK_NORM;
 constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
 
-// Of the parameters of a kernel; nothing where nothing is prepared.
+// Part of the parameters of a kernel; empty if nothing is prepared.
 template <bool>
 struct PrepareParams {};
 template <>
@@ -55,7 +55,7 @@ __device__ __forceinline__ float shfl_sum_of_neighbours(float x) {
   return x;
 }
 
-// R0: what normalising multiplies a row by, of the mean of its squares. A mean that overflows, or
+// R0: the factor that normalises a row, from the mean of its squares. A mean that overflows, or
 // that holds a NaN or an infinity, gives NaN: never finite garbage.
 __device__ __forceinline__ float norm_factor(float mean_square, float eps) {
   const float mean = __fadd_rn(mean_square, eps);
@@ -66,7 +66,7 @@ __device__ __forceinline__ float norm_factor(float mean_square, float eps) {
 constexpr int PAIR_LANES = power_of_two_from(ROPE_ACCESSES < WARP_SIZE ? ROPE_ACCESSES : WARP_SIZE);
 constexpr int LANE_PAIRS = ceil_div(ANGLES == 0 ? 1 : ROPE_ACCESSES, PAIR_LANES);
 
-// Where a row of one (batch, head) finds what prepares it.
+// Addresses of weights and tables for the rows of one (batch, head).
 struct Preparation {
   const float* cos;     // [rows, ANGLES], from the first row of this block on
   const float* sin;     // [rows, ANGLES]
@@ -79,14 +79,15 @@ struct Preparation {
         eps(p.eps) {}
 };
 
-// What a lane has of a row. Lanes past the last pair have zeros.
+// A lane's part of a row. Lanes past the last pair have zeros.
 struct PreparedRow {
   RopePairs<float> of[LANE_PAIRS];
 
   static __device__ __forceinline__ int pair0(int i) {
     return int(i * PAIR_LANES + threadIdx.x % PAIR_LANES) * ROPE_PAIRS;
   }
-  // Column of an access: those of first and of second members in turn. HEAD_DIM: there is none.
+  // Column of an access. Accesses to first and to second members alternate. HEAD_DIM: there is
+  // none.
   static __device__ __forceinline__ int column(int access) {
     const int first = pair0(access / 2);
     return first < ANGLES ? RopePairs<float>::column(access % 2, first) : HEAD_DIM;

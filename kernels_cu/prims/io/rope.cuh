@@ -1,6 +1,7 @@
-// rope.cuh -- rotary position embedding: pairs of columns of a row of Q or K, turned by the angles
-// of the row's position. Every operation is one IEEE rounding, named, so that none is contracted
-// and all equal NumPy's: cupyattn/problem/row_preparation.py does the same, bit for bit.
+// rope.cuh -- rotary position embedding: pairs of columns of a row of Q or K, rotated by the angles
+// of the row's position. Every operation is a named intrinsic with one IEEE rounding. So none is
+// contracted, and all equal NumPy's: cupyattn/problem/row_preparation.py does the same, bit for
+// bit.
 #pragma once
 
 #include "prims/config.cuh"
@@ -53,7 +54,7 @@ struct RopePairs {
     return x[1].v[pair];
   }
 
-  // Turns the pairs by their angles, whose cosines and sines lie at cos[0] and sin[0].
+  // Rotates the pairs by their angles, whose cosines and sines begin at cos[0] and sin[0].
   __device__ __forceinline__ void turn(const float* cos, const float* sin) {
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll

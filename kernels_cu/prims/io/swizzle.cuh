@@ -1,10 +1,10 @@
-// swizzle.cuh -- where a 16-byte chunk of a row lies in shared memory.
+// swizzle.cuh -- address of a 16-byte chunk of a row in shared memory.
 //
-// ldmatrix reads the same chunk of 8 consecutive rows at once. Rows of CHUNKS chunks start
-// CHUNKS mod 8 bank groups apart (a bank group is 4 of the 32 banks, 16 bytes), so 8 / G of the 8
-// rows share one, G = gcd(CHUNKS, 8). Xor-ing the chunk with the number of rows that have already
-// taken the group spreads the 8 reads over all 8 groups. CHUNKS must be even; with G = 1 the rows
-// would already be spread.
+// ldmatrix reads the same chunk of 8 consecutive rows at once. Rows of CHUNKS chunks start CHUNKS
+// mod 8 bank groups apart (a bank group is 4 of the 32 banks, 16 bytes). With G = gcd(CHUNKS, 8), G
+// of the 8 rows share a group. Xor-ing the chunk with the number of rows that have already taken
+// the group spreads the 8 reads over all 8 groups. CHUNKS must be even; with G = 1 the rows would
+// already be spread.
 #pragma once
 
 #include "prims/base.cuh"
@@ -24,25 +24,25 @@ __device__ __forceinline__ T* swizzled(T* tile, int row, int chunk) {
   return tile + swizzle<CHUNKS>(row, chunk) * (16 / int(sizeof(T)));
 }
 
-// From the shared address of a chunk in column 0 or 1 to the one `rows` and `chunks` further on, in
-// a tile that begins at a multiple of 128 bytes. rows is a multiple of 8, over which the swizzle
-// repeats, chunks even, both known at compile time: one xor, or an immediate of the load, takes a
-// lane from one ldmatrix to the next.
+// From the shared address of a chunk in column 0 or 1 to the chunk `rows` and `chunks` further on.
+// The tile begins at a multiple of 128 bytes. `rows` is a multiple of 8, the period of the swizzle,
+// and `chunks` is even. Both are known at compile time, so one xor, or an immediate of the load,
+// moves a lane from one ldmatrix to the next.
 template <int CHUNKS>
 __device__ __forceinline__ uint32_t swizzled_from(uint32_t address, int rows, int chunks) {
   constexpr int G = greatest_common_divisor(CHUNKS, 8);
   return (address ^ (chunks % G * 16)) + (rows * CHUNKS + chunks / G * G) * 16;
 }
 
-// Its shared address. A kernel works out once, not each step, what a lane points the first
-// ldmatrix_x4 of an operand at; swizzled_from() goes on from there. For fragment A, or with
+// Its shared address. A kernel computes once, not in each step, a lane's address for the first
+// ldmatrix_x4 of an operand. swizzled_from() continues from there. For fragment A, or with
 // ldmatrix_x4_trans two fragments B, these are 16 rows of two chunks.
 template <int CHUNKS, typename T>
 __device__ __forceinline__ uint32_t chunk_address(T* tile, int row, int chunk) {
   return shared_address(swizzled<CHUNKS>(tile, row, chunk));
 }
-// For two fragments B of an operand that lies by its columns, as K does: both chunks of 8 keys come
-// before those of the next 8.
+// For two fragments B of an operand stored by columns, like K: both chunks of 8 keys come before
+// both chunks of the next 8.
 template <int CHUNKS, typename T>
 __device__ __forceinline__ uint32_t key_address(T* tile) {
   return chunk_address<CHUNKS>(tile, lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2);

@@ -1,6 +1,6 @@
 // tile_io.cuh -- tiles of rows between global memory, shared memory and registers.
-// Rows past the end of an operand and columns past HEAD_DIM are zero: nothing outside the arrays is
-// read, and a zero key or value adds nothing.
+// Rows past the end of an operand and columns past HEAD_DIM become zero. Nothing outside the arrays
+// is read, and a zero key or value adds nothing.
 #pragma once
 
 #include "prims/config.cuh"
@@ -36,8 +36,8 @@ __device__ __forceinline__ void cp_async_wait_group() {
 
 // ---- whole tiles ---------------------------------------------------------------------------
 
-// thread_id(), for loads in a loop: where sequences have lengths of their own, there are no
-// registers left to keep what follows from it in.
+// thread_id() for loads in a loop. If sequences have separate lengths, it is read again, because no
+// registers are left for values that depend on it.
 __device__ __forceinline__ int loading_thread() { return VARLEN ? thread_id_anew() : thread_id(); }
 
 // rows [ROWS, COLS] of T -> shared [ROWS, LD] float; rows from rows_valid on become zero.
@@ -54,10 +54,10 @@ __device__ __forceinline__ void load_tile_f32(
   }
 }
 
-// rows [ROWS, COLS] of T -> swizzled shared [ROWS, COLS_PAD] of T, in the background where the
-// access is wide enough for cp.async; rows from rows_valid on and columns from COLS on become zero.
+// rows [ROWS, COLS] of T -> swizzled shared [ROWS, COLS_PAD] of T, in the background if the access
+// is wide enough for cp.async. Rows from rows_valid on and columns from COLS on become zero.
 // THREADS threads share it. A thread keeps its columns and goes down the rows in equal passes, so
-// that an address is one addition away from the one before.
+// each address takes one addition.
 template <int ROWS, int COLS, int COLS_PAD, int WIDTH, int THREADS = NUM_THREADS, typename T>
 __device__ __forceinline__ void load_tile_async(
     T* shared, const T* global, int64_t stride, int rows_valid, int thread) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_tile_async(
   }
 }
 
-// The same of what may be 32-bit numbers: those are rounded to elem16_t, at once.
+// The same for numbers that may have 32 bits. These are rounded to elem16_t immediately.
 template <int ROWS, int COLS, int COLS_PAD, int WIDTH, typename T>
 __device__ __forceinline__ void load_tile_16(
     elem16_t* shared, const T* global, int64_t stride, int rows_valid, int thread) {
@@ -109,8 +109,9 @@ __device__ __forceinline__ void load_tile_16(
   }
 }
 
-// shared[i] = *source(i) for COUNT numbers of 32 bits, in the background. NOTE: passes count from 0
-// and not from the thread, whose own passes the compiler does not know: it kept addresses for four.
+// shared[i] = *source(i) for COUNT numbers of 32 bits, in the background. NOTE: passes count from
+// 0, not from the thread. The compiler does not know how many passes a thread has, and kept
+// addresses for four.
 template <int COUNT, typename T, typename Source>
 __device__ __forceinline__ void gather_async(T* shared, Source source) {
 #pragma unroll
@@ -131,7 +132,7 @@ __device__ __forceinline__ uint32_t load_pair(const T* row, int col) {
   return *reinterpret_cast<const uint32_t*>(&x);
 }
 
-// Two neighbouring columns of an output row, as one store where VEC allows it.
+// Two neighbouring columns of an output row, as one store if VEC allows it.
 template <typename T>
 __device__ __forceinline__ void store_pair(T* row, int col, const Vec<T, 2>& x) {
   if constexpr (VEC >= 2) {
@@ -146,13 +147,13 @@ __device__ __forceinline__ void store_pair(T* row, int col, float x, float y) {
   store_pair(row, col, Vec<T, 2>{{from_float<T>(x), from_float<T>(y)}});
 }
 
-// R7: the same of two sums, of which those that are finite stay so.
+// R7: the same for two sums. A finite sum stays finite.
 template <typename T>
 __device__ __forceinline__ void store_sums(T* row, int col, float x, float y) {
   store_pair(row, col, Vec<T, 2>{{from_sum<T>(x), from_sum<T>(y)}});
 }
 
-// Eight columns of 16 bits of an output row at a multiple of 16 bytes, as far as it goes.
+// Eight columns of 16 bits of an output row at a multiple of 16 bytes, up to the end of the row.
 template <typename T>
 __device__ __forceinline__ void store_columns(T* row, int col, const Vec<uint32_t, 4>& x) {
   if (col + 8 <= HEAD_DIM) {

@@ -7,8 +7,8 @@
 #include "prims/params.cuh"
 #include "prims/instructions/warp.cuh"
 
-// The rows [first, first + length) of a packed array that are one sequence. One that is longer than
-// the host was told is cut: grid and workspace were made for `longest` rows. PADDED: the rows of a
+// The rows [first, first + length) of a packed array that are one sequence. A sequence longer than
+// the host's maximum is cut, because grid and workspace have `longest` rows. PADDED: the rows of a
 // batch entry, whose lengths are in `cu_seqlens`; null if all have the largest length.
 struct Sequence {
   int32_t first, length;
@@ -26,7 +26,7 @@ struct Sequence {
   }
 };
 
-// The position of a batch entry's rows in its array. Without VARLEN there is nothing to say.
+// The position of a batch entry's rows in its array. Empty without VARLEN.
 template <bool LENGTHS>
 struct Sequences {
   Sequences() = default;
@@ -44,7 +44,7 @@ struct Sequences<true> {
   __device__ __forceinline__ int first_key() const { return PACKED ? kv.first : 0; }
 };
 
-// The same in every lane, and known to be.
+// Tells the compiler that they are the same in every lane.
 template <bool LENGTHS>
 __device__ __forceinline__ Sequences<LENGTHS> uniform(Sequences<LENGTHS> x) {
   if constexpr (LENGTHS)
@@ -55,9 +55,9 @@ __device__ __forceinline__ Sequences<LENGTHS> uniform(Sequences<LENGTHS> x) {
   return x;
 }
 
-// The parameters as one batch entry has them. VARLEN: its lengths are all that exist, and its
-// causal mask and window are placed by them. PACKED: its arrays begin with its own sequence.
-// Operand is the storage type of Q and K, Value that of V.
+// The parameters for one batch entry. VARLEN: they have its lengths, which also place the causal
+// mask and the window. PACKED: its arrays begin with its sequence. Operand is the storage type of Q
+// and K, Value that of V.
 template <typename Operand = elem_t, typename Value = elem_t, typename Entry>
 __device__ __forceinline__ decltype(auto) of_sequences(
     const AttnParams& call, const Entry& sequences) {
@@ -94,15 +94,15 @@ __device__ __forceinline__ float* lse_of(const AttnParams& p, int64_t batch_head
 
 // The first scale of a sequence: its groups of rows begin with its first row. Of a packed array
 // with GROUP rows to a scale, sequence i has the scales from first_row / GROUP + i on. Codes of V
-// lie likewise along a channel: VALUES_PAD of them are a group.
+// have the same layout along a channel, with VALUES_PAD of them in a group.
 template <int GROUP>
 __device__ __forceinline__ int64_t first_scale(const int32_t* cu_seqlens, int64_t batch) {
   if constexpr (PACKED) return cu_seqlens[batch] / GROUP + batch;
   return 0;
 }
 
-// What blocks that stay take tiles from: the tiles [first, end) of the batch entries, or VARLEN of
-// one of them. These come one after the other, each with as many as its own rows fill.
+// The tiles from which persistent blocks take: the tiles [first, end) of all batch entries or, with
+// VARLEN, of one entry. Entries follow one another, each with as many tiles as its rows fill.
 struct TileRange {
   int first, end, sequence;
   __device__ __forceinline__ explicit TileRange(const AttnParams& call)

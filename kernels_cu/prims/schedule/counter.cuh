@@ -1,24 +1,25 @@
 // counter.cuh -- counters in global memory, by which blocks of one launch wait for each other.
 //
-// A block may wait only for blocks that have begun: the device keeps these running, and promises
-// nothing about others.
+// A block may wait only for blocks that have begun. The device keeps these running, and guarantees
+// nothing for others.
 #pragma once
 
 #include "prims/base.cuh"
 
-// What a counter holds. What others did before they counted has been done.
+// The value of a counter. Work of other threads before they counted is complete and visible.
 __device__ __forceinline__ int32_t ld_acquire(const int32_t* global) {
   int32_t x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
   return x;
 }
 
-// Counts on. What this thread knows to have been done, has been done for who reads it.
+// Adds to a counter. Work that is visible to this thread becomes visible to threads that read the
+// counter.
 __device__ __forceinline__ void red_release_add(int32_t* global, int32_t count) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(count) : "memory");
 }
 
-// Waits until a counter, which never falls, has come to `count`.
+// Waits until a counter, which never falls, has reached `count`.
 __device__ __forceinline__ void await_count(const int32_t* global, int32_t count) {
   while (ld_acquire(global) < count) asm volatile("nanosleep.u32 64;");
 }

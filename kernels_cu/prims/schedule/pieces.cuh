@@ -1,7 +1,7 @@
-// pieces.cuh -- work of the blocks of a persistent kernel if all tiles have one size: whole tiles
-// in waves, then equally many steps over keys of the last, incomplete wave. So the tiles of that
-// wave are cut into pieces. A block takes at most the end of one tile and the beginning of the
-// next. Every piece stores its partial result, and merge_pieces.cu merges them.
+// pieces.cuh -- work of the blocks of a persistent kernel if all tiles have one size. Blocks take
+// whole tiles in waves, then equally many steps over keys of the last, incomplete wave. So the
+// tiles of the last wave are cut into pieces. A block takes at most the end of one tile and the
+// beginning of the next. Every piece stores its partial result, and merge_pieces.cu merges them.
 #pragma once
 
 #include "prims/config.cuh"
@@ -12,14 +12,14 @@
 constexpr int NO_TILE = 0x7fffffff;
 
 // A tile, or a piece of one: the steps [first, first + steps) over its keys, and the place of a
-// piece's partial result. Slots are counted along the steps of all tiles that are cut: one more for
-// every block and for every tile.
+// piece's partial result. Slots are counted along the steps of all cut tiles: one more for every
+// block and for every tile.
 struct Piece {
   int tile;  // NO_TILE: there is no more
   int first, steps;
   int slot;  // -1: a whole tile
 
-  // The one with this index, of block + i * blocks, counted as whole tiles are.
+  // The piece with this index, one of block + i * blocks, counted like whole tiles.
   __device__ __forceinline__ Piece(const PieceParams& pieces, int index, int block, int blocks)
       : tile(index), first(0), steps(pieces.steps), slot(-1) {
     if (index < pieces.whole) return;
@@ -36,14 +36,14 @@ struct Piece {
   }
 };
 
-// What a row of a piece came to, beside O.
+// Result of a row of a piece, beside O.
 struct PieceRow {
   float M, l;    // as RowState has them
   float l_of_O;  // the l that O is divided by
 };
 
-// Leaves row + 8 h of a piece, one of a lane's two: an O that is not divided, in fragments of wgmma
-// that have COLS columns of it.
+// Stores row + 8 h of a piece, one of a lane's two rows: the undivided O, in fragments of wgmma
+// with COLS columns.
 template <int COLS, int COUNT>
 __device__ __forceinline__ void store_piece_row(
     const PieceParams& pieces, int slot, int row, int h, const float (&O)[COUNT],

@@ -1,21 +1,22 @@
-// quantize_turns.cuh -- which work a block of quantize.cu takes, if codes of a head need its sums.
+// quantize_turns.cuh -- order of the work of quantize.cu, if codes of a head need its sums.
 //
-// In each round, blocks sum the slices of one head, make the codes of a head that was summed some
-// rounds earlier, whose rows are still in the L2 cache, and take a share of the work that waits for
-// nothing. Blocks take pieces of work in this order as they begin, and a piece waits only for
-// pieces before it, whose blocks have already begun. Hence no deadlock, however few blocks run.
+// In each round, blocks sum the slices of one head. They also make the codes of a head that was
+// summed some rounds earlier, with rows still in the L2 cache. Then they take a share of the
+// independent work. Blocks take pieces of work in this order as they begin, and a piece waits only
+// for pieces before it, whose blocks have already begun. Hence no deadlock, however few blocks run.
 #pragma once
 
 #include "prims/codes/quantize_sums.cuh"
 
 struct TurnParams {
   int32_t* next;   // [1], zero at first: the number of the next piece of work
-  int32_t rounds;  // with a head of K or V each, and those of Q that share it
+  int32_t rounds;  // with a head of K or V each, and the heads of Q that share it
   int32_t lag;     // rounds from the sums of a head to its codes
 };
 
-// Does a piece of work if it is of this operand: sums a slice, or calls run(task, parameters, which
-// block of its operand) for codes. Otherwise `work` becomes its number among those of the others.
+// Does a piece of work if it belongs to this operand: sums a slice, or calls run(task, parameters,
+// block within the operand) for codes. Otherwise `work` becomes its number among the other
+// operands' pieces.
 template <typename Own, typename Run>
 __device__ __forceinline__ bool works_on(
     const QuantizeParams& p, const TurnParams& turn, int round, int& work, Run run) {

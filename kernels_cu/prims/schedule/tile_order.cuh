@@ -1,4 +1,4 @@
-// tile_order.cuh -- in which order the blocks of a persistent kernel begin tiles of query rows.
+// tile_order.cuh -- order in which the blocks of a persistent kernel begin tiles of query rows.
 #pragma once
 
 #include "prims/config.cuh"
@@ -9,11 +9,11 @@ struct TilePlace {
   int q0, batch_head;
 };
 
-// Tile `index` of so many heads, whose K and V take head_bytes each. If tiles are alike, the tiles
-// of a head are consecutive, so concurrent blocks read the same K and V. Where they are UNEVEN, as
-// many heads at a time as fit into L2_SHARE, of those the longest causal rows first. NOTE: groups
-// of heads differ in size by one: a small one at the end would leave its longest tiles to few
-// blocks (experiments/tuning/tile_order.py).
+// Tile `index` among `heads` heads, whose K and V take head_bytes each. If tiles are alike, the
+// tiles of a head are consecutive, so concurrent blocks read the same K and V. If they are UNEVEN,
+// as many heads at a time as fit into L2_SHARE, with their longest causal rows first.
+// NOTE: groups of heads differ in size by one: a small one at the end would leave its longest tiles
+// to few blocks (experiments/tuning/tile_order.py).
 template <bool UNEVEN>
 __device__ __forceinline__ TilePlace place_of(int index, int len_q, int heads, int64_t head_bytes) {
   const uint32_t q_blocks = ceil_div(len_q, BLOCK_Q), head = uint32_t(index) / q_blocks;

@@ -7,8 +7,8 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
-// Which query rows of which head, and how many steps over keys: one at least, if only to find that
-// all of them are masked. PACKED: `batch` is the sequence; to the copy engine all are one entry.
+// Query rows of a head, and the number of steps over keys: at least one, even if it finds all keys
+// masked. PACKED: `batch` is the sequence; to the copy engine all are one entry.
 struct WorkTile : Sequences<VARLEN> {
   int q0;  // -1: there is no more
   int head, batch, steps;
@@ -18,8 +18,8 @@ struct WorkTile : Sequences<VARLEN> {
   __device__ __forceinline__ int entry() const { return PACKED ? 0 : batch; }  // of the tensor maps
 };
 
-// Tile `index` of a sequence or of all, an element of K and one of V taking so many bytes together;
-// UNEVEN as place_of has it. Its steps are still to be counted.
+// Tile `index` of a sequence or of all. `bytes` is the size of an element of K and one of V
+// together. UNEVEN is as in place_of. The steps are not counted yet.
 template <bool UNEVEN, int BYTES>
 __device__ __forceinline__ WorkTile
 work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence, int index) {
@@ -27,7 +27,7 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
   const int64_t keys = VARLEN ? max(p.len_kv, 1) : p.len_kv;
   const int64_t head_bytes = keys * HEAD_DIM * BYTES;
   const TilePlace place = place_of<UNEVEN>(index, p.len_q, batch_heads, head_bytes);
-  // NOTE: batch entries of a head follow one another where they may share its bias in the L2 cache.
+  // NOTE: batch entries of a head follow one another if they can share its bias in the L2 cache.
   constexpr bool BY_HEAD = SCORED && BIAS_KIND == BiasKind::DENSE && !VARLEN;
   const int head = BY_HEAD ? place.batch_head / p.batch : place.batch_head % p.heads;
   const int batch = BY_HEAD ? place.batch_head % p.batch : place.batch_head / p.heads;
@@ -35,7 +35,8 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
           0,         0,        -1,   head / (p.heads / p.heads_kv)};
 }
 
-// The same in every lane, and known to be: the compiler cannot see through the stages of a ring.
+// Tells the compiler that a tile is the same in every lane: it cannot infer this through the stages
+// of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
   return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head), uniform(tile.batch),
           uniform(tile.steps),   uniform(tile.first), uniform(tile.slot), uniform(tile.head_kv)};

@@ -1,13 +1,13 @@
-// fragment_rows.cuh -- rows of S, P and O as mma leaves them in a lane (mma.cuh). Of each tile of 8
-// columns a lane holds two neighbours in row g, elements 0 and 1, and two in row g + 8, elements 2
-// and 3. The functions take h = 0 for row g and h = 1 for row g + 8.
+// fragment_rows.cuh -- a lane's rows of S, P and O in the layout of mma (mma.cuh). In a tile of 8
+// columns a lane has two neighbours of row g (elements 0, 1) and of row g + 8 (2, 3). The functions
+// take h = 0 for row g and h = 1 for row g + 8.
 #pragma once
 
 #include "prims/config.cuh"
 #include "prims/score/score.cuh"
 
-// m becomes the largest score that this lane holds of a row, in the units of M and of any size.
-// factor(h, n) brings the scores of tile n to log2 units. NaN is ignored, as fmaxf ignores it.
+// m becomes this lane's largest score of a row, in the units of M and of any size. The scores of
+// tile n times factor(h, n) are in log2 units. NaN is ignored, as fmaxf ignores it.
 template <int N, typename Factor>
 __device__ __forceinline__ void find_largest(
     float& m, const float (&S)[N][4], int h, Factor factor) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void find_largest(
   }
 }
 
-// Brings a row of O to another M.
+// Rescales a row of O to another M.
 template <int N>
 __device__ __forceinline__ void scale_row(float (&O)[N][4], int h, float alpha) {
 #pragma unroll

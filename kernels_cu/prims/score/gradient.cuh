@@ -1,6 +1,6 @@
-// gradient.cuh -- shared by the kernels of the backward pass: numbers of the query rows, which a
-// first kernel computes, and the weight of a key. The weight comes from the log-sum-exp of its row,
-// or from the row's maximum and sum if the log-sum-exp is coarse.
+// gradient.cuh -- shared by the kernels of the backward pass: numbers of the query rows from the
+// first kernel, and the weight of a key. The weight comes from the log-sum-exp of its row, or from
+// the row's maximum and sum if the log-sum-exp is coarse.
 #pragma once
 
 #include "prims/config.cuh"
@@ -16,8 +16,8 @@
 constexpr int ROW_PAD = 128;
 
 // A row is coarse if its log-sum-exp is at least this far from zero. Rounding lse and M then
-// changes P by up to 2.2 * 2^-24 * |lse| of itself: below the limit less than 2^-12, half of what
-// rounding P to float16 does.
+// changes P by a relative error up to 2.2 * 2^-24 * |lse|. Below the limit this is less than 2^-12,
+// half of the error of rounding P to float16.
 constexpr float COARSE_LSE = 1024.0f;
 // Rows that share a flag. Four flags are 16 bytes, which the bulk copy engine needs.
 constexpr int COARSE_ROWS = 16;
@@ -36,19 +36,19 @@ __device__ __forceinline__ float row_maximum_from(float lse) {
   return lse == NEG_INF ? -NEG_INF : M;
 }
 
-// exp(score - lse): P of a score, `to_log2` being what brings it to log2 units.
+// exp(score - lse): P of a score. `to_log2` is the factor from the score to log2 units.
 __device__ __forceinline__ float probability(float S, float to_log2, float M) {
   return ex2_approx_ftz(exponent(S, to_log2, -M));  // R9
 }
 
-// Must the row be normalised again? Neither -inf, a row without keys, nor NaN is coarse.
+// Whether the row must be normalised again. Neither -inf, a row without keys, nor NaN is coarse.
 __device__ __forceinline__ bool is_coarse(const BackwardParams& grad, float lse) {
   const float size = fabsf(lse);
   return grad.all_keys && size >= COARSE_LSE && size < -NEG_INF;
 }
 
-// The exponential of a score less M of its row, unless that is too large for 16 bits: as in the
-// forward pass, M may be rounded down and the exponent is capped.
+// The exponential of a score less M of its row, capped to the range of 16 bits. As in the forward
+// pass, M may be rounded down.
 __device__ __forceinline__ float capped(float exponential) {
   constexpr float LARGEST = 1 << int(LARGEST_EXPONENT);
   return min_nan(exponential, LARGEST);
@@ -59,7 +59,7 @@ __device__ __forceinline__ float normalised(float exponential, float factor) {
   return capped(exponential) * factor;  // R9
 }
 
-// Is one of ROWS rows coarse? The flags are those of the rows, in global or shared memory.
+// Whether any of ROWS rows is coarse, by their flags in global or shared memory.
 template <int ROWS>
 __device__ __forceinline__ bool any_coarse(const int32_t* flags) {
   int32_t found = 0;
@@ -88,7 +88,7 @@ struct KeptRows : KeptBlocks<BLOCK_MASK_Q, BLOCK_Q> {
   }
 };
 
-// Steps over the rows of the query heads [first, last), those of one head after the other.
+// Steps over the rows of the query heads [first, last), head by head.
 struct RowSteps {
   int head, number;
   KeptRows rows;
@@ -109,7 +109,7 @@ struct RowSteps {
     skip(p, grad, batch, last, kv0);
   }
 
-  // Goes on to the first head that has a step left; `last` where none has.
+  // Moves to the first head that has a step left, or to `last` if none has.
   __device__ __forceinline__ void skip(
       const AttnParams& p, const BackwardParams& grad, int64_t batch, int last, int kv0) {
     while (number >= rows.end && ++head < last) {

@@ -1,9 +1,9 @@
 // mask_bits.cuh -- a mask as bits, packed once a call by prepare/pack_mask.cu, and the steps over
 // keys that it leaves.
 //
-// A word holds the bits of the BLOCK_KV / 4 scores of a step that wgmma leaves in a lane for one
-// row; bit 2 i + j is that of key 8 i + 2 (lane % 4) + j. With MaskKind::ROWS the words of row g
-// and row g + 8 of 16 rows lie side by side, lane by lane; with KEYS a step has those of 4 lanes.
+// A word holds the bits of the BLOCK_KV / 4 scores of a step that a lane has for one row
+// (wgmma.cuh). Bit 2 i + j belongs to key 8 i + 2 (lane % 4) + j. With MaskKind::ROWS the words of
+// rows g and g + 8 of 16 rows are adjacent, lane by lane. With KEYS a step has words of 4 lanes.
 #pragma once
 
 #include "prims/config.cuh"
@@ -39,8 +39,8 @@ __device__ __forceinline__ bool is_mixed(int step) {
   return MASK_KIND != MaskKind::NONE && step % 2 != 0;
 }
 
-// The steps over keys that a tile of query rows takes: those listed that hold one of the keys
-// [begin, end). Rows that attend to nothing get one step from behind the last key: zeros.
+// The steps over keys of a tile of query rows: listed steps with any of the keys [begin, end). Rows
+// that attend to no key take one step behind the last key, which is zeros.
 struct ListedSteps {
   const int32_t* listed;  // [room], of which count are listed, rising
   int count, room, past;
@@ -57,7 +57,7 @@ struct ListedSteps {
       listed += skipped, count = max(0, count - skipped), room -= skipped;
     }
   }
-  // How many begin before a key.
+  // Number of steps that begin before a key.
   __device__ __forceinline__ int count_before(int key) const {
     int low = 0, high = count;
     while (low < high) {
@@ -70,10 +70,10 @@ struct ListedSteps {
     return low;
   }
   __device__ __forceinline__ int steps() const { return max(1, count); }
-  // How many of the first ones are whole. Not of a window, which skips some.
-  // NOTE: read again where it is asked for: the thread that copies has no register for it.
+  // Number of first steps that are whole. Not valid with a window, which skips some.
+  // NOTE: read again at each use, because the copying thread has no register for it.
   __device__ __forceinline__ int whole() const { return listed[-1]; }
-  // NOTE: what is behind the last is read too, where there is room: the first step then comes
+  // NOTE: this also reads past the last step, where there is room. Then the first step is loaded
   // together with the count.
   __device__ __forceinline__ int operator[](int number) const {
     const int tile = number < room ? listed[number] : 0;
@@ -81,7 +81,7 @@ struct ListedSteps {
   }
 };
 
-// The words of this lane, from those of the mask tile; `row` is the first of its warp's 16 rows.
+// This lane's words from the words of the mask tile. `row` is the first of its warp's 16 rows.
 __device__ __forceinline__ void load_mask(uint32_t (&bits)[2], const uint32_t* words, int row) {
   if constexpr (MASK_KIND == MaskKind::KEYS) {
     bits[0] = bits[1] = words[lane_id() % 4];
@@ -98,8 +98,8 @@ __device__ __forceinline__ bool is_admitted(const uint32_t (&bits)[2], int i) {
 }
 
 // R3: -inf for the scores of a lane that its mask does not admit.
-// NOTE: word by word, each from its first bit on: then ptxas makes predicates of seven bits at once
-// (R2P), 86 instructions in place of 110 for the 64 scores of BLOCK_KV 128.
+// NOTE: word by word, each from its first bit on. Then ptxas makes predicates of seven bits at once
+// (R2P): 86 instructions instead of 110 for the 64 scores of BLOCK_KV 128.
 __device__ __forceinline__ void apply_mask(
     float (&S_acc)[BLOCK_KV / 2], const uint32_t (&bits)[2]) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// online_softmax.cuh -- running softmax of one query row, in log2 units:
+// online_softmax.cuh -- running softmax of one query row, in log2 units.
 //   M = largest score seen so far,   l = sum of 2^(score - M)
-// The same rounded M stands in every exponent, in alpha and in the log-sum-exp, so its own rounding
+// The same rounded M appears in every exponent, in alpha and in the log-sum-exp, so its rounding
 // cancels (docs/MATH_REFERENCE.md [L26]). NATURAL_SCORES have M in natural units, not rounded.
 #pragma once
 
@@ -17,15 +17,15 @@ struct RowState {
   // are far below zero.
   __device__ __forceinline__ RowState() : M(NEG_INF), l(0.0f) {}
 
-  // Has a key been admitted?
+  // Whether a key has been admitted.
   __device__ __forceinline__ bool has_keys() const { return M > NEG_INF; }
 
-  // M as a number that may be subtracted: a row with no admitted key yet has M = -inf, and
-  // -inf - (-inf) would be NaN where 2^-inf = 0 is meant.
+  // M as a finite number for subtraction. A row without an admitted key has M = -inf, and -inf -
+  // (-inf) would give NaN instead of 2^-inf = 0.
   __device__ __forceinline__ float M_finite() const { return M == NEG_INF ? 0.0f : M; }
 
-  // Admit scores whose largest is M_new. Returns alpha, which brings l and the output accumulated
-  // so far to the new maximum.
+  // Admit scores whose largest is M_new. Returns alpha, which rescales l and the accumulated output
+  // to the new maximum.
   __device__ __forceinline__ float advance(float M_new) {
     const float M_old = M;
     M = fmaxf(M_old, M_new);

@@ -1,6 +1,6 @@
 // score_bias.cuh -- a bias added to the scores of a lane in the layout of wgmma. It comes from
-// boxes in shared memory, of one row if the bias is the same for all query rows; or from registers,
-// if it is the same for all keys.
+// boxes in shared memory, with one row if the bias is the same for all query rows. If it is the
+// same for all keys, it comes from registers.
 #pragma once
 
 #include "prims/config.cuh"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void add_dense_bias(
   }
 }
 
-// The same where all rows have one bias: row 0 of a box, which the swizzle leaves as it is.
+// The same if all rows share one bias: row 0 of a box, which the swizzle does not change.
 template <typename T>
 __device__ __forceinline__ void add_key_bias(
     float (&S_acc)[BLOCK_KV / 2], const unsigned char* boxes, float factor) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void add_key_bias(
   }
 }
 
-// The same where a row has one bias for all keys: that of row g, and of row g + 8.
+// The same if a row has one bias for all keys: the biases of row g and of row g + 8.
 __device__ __forceinline__ void add_row_bias(
     float (&S_acc)[BLOCK_KV / 2], const float (&bias)[2], float factor) {
 #pragma unroll
@@ -77,8 +77,8 @@ struct BiasInMemory {
     row = min(row, p.len_q - 1), key = min(key, p.len_kv - 1);
     return to_float(first[row * p.bias_stride.row + key * p.bias_stride.key]);
   }
-  // The scores of a lane whose bias is not -inf, as bits of a mask (mask_bits.cuh): -inf masks a
-  // key, whatever stands there. `q` is the first of the lane's two rows.
+  // The scores of a lane whose bias is not -inf, as bits of a mask (mask_bits.cuh). A bias of -inf
+  // masks a key, even if its score is NaN. `q` is the first of the lane's two rows.
   __device__ __forceinline__ void admitted(uint32_t (&bits)[2], int q, int kv0) const {
     bits[0] = bits[1] = 0;
     const int key = kv0 + lane_id() % 4 * 2;

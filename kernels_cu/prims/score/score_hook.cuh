@@ -1,11 +1,11 @@
-// score_hook.cuh -- softcap, bias and masks of a Hopper form: the producer's loads beside K, and
-// the consumers' changes of a step's scores before the softmax. A kernel that is not SCORED
-// compiles all of this to nothing.
+// score_hook.cuh -- softcap, bias and masks of a Hopper form. The producer loads data beside K, and
+// the consumers change a step's scores before the softmax. A kernel that is not SCORED compiles all
+// of this to nothing.
 //
-// A form holds `ScorePlaces` in its shared storage and initialises them, names its arguments
-// (`const Scoring<SCORED> scoring SCORE_ARGUMENTS;`, SCORE_PARAMETERS last in the kernel's list),
-// lets its producer take steps from `TileSteps` and load with `ScoreLoads`, and calls `ScoreChange`
-// where the scores of a step have arrived.
+// A form holds `ScorePlaces` in its shared storage and initialises them. It names its arguments
+// (`const Scoring<SCORED> scoring SCORE_ARGUMENTS;`, SCORE_PARAMETERS last in the kernel's list).
+// Its producer takes steps from `TileSteps` and loads with `ScoreLoads`. Its consumers call
+// `ScoreChange` when the scores of a step have arrived.
 #pragma once
 
 #include "prims/config.cuh"
@@ -20,14 +20,15 @@
 
 constexpr bool MASKED = SCORED && MASK_KIND != MaskKind::NONE;
 constexpr bool DENSE_BIAS = SCORED && BIAS_KIND == BiasKind::DENSE;
-// Tiles differ in work, or share a bias with others: blocks take them as they come.
+// Tiles differ in work or share a bias, so blocks take the next tile when they are free.
 constexpr bool SCORES_UNEVEN = MASKED || DENSE_BIAS;
 
-// The copy engine fetches 256 bytes of a row into L2 at a time. Where a step takes them all, what
-// is read once may leave first; where it takes 128, the other half would be gone before its step.
+// The copy engine fetches 256 bytes of a row into L2 at a time. If a step takes all of them, data
+// that is read once may leave first. If it takes 128, the other half would be evicted before its
+// step.
 constexpr bool WHOLE_FETCHES = BIAS_BOXES % 2 == 0;
 
-// Bytes that arrive with K of a step: bias, and bits where the step is mixed.
+// Bytes that arrive with K of a step: bias, and bits if the step is mixed.
 constexpr int BIAS_BYTES = BIAS_BOXES * BIAS_BOX_ROWS * 128;
 constexpr int MASK_BYTES = MASKED ? MASK_TILE_WORDS * 4 : 0;
 // Shared memory of a stage.
@@ -50,8 +51,8 @@ struct Scoring<true> {
   const TensorMap& bias_map;
 };
 
-// Places in shared memory. Bits lie in the stage of their K; the bias has a ring of its own, since
-// the last V of a tile takes a stage without one.
+// Places in shared memory. Bits lie in the stage of their K. The bias has a separate ring, because
+// the last V of a tile takes a stage without a bias.
 template <bool>
 struct ScorePlaces {
   __device__ __forceinline__ void init(int) {}
@@ -62,7 +63,7 @@ struct ScorePlaces<true> {
   alignas(128) uint32_t bits[NUM_STAGES][MASKED ? MASK_TILE_WORDS : 1];
   Mbarrier bias_empty[NUM_STAGES];
 
-  // By one thread; so many warps consume.
+  // Called by one thread; `warps` is the number of consumer warps.
   __device__ __forceinline__ void init(int warps) {
     for (int s = 0; s < NUM_STAGES; ++s) mbarrier_init(bias_empty[s], warps);
   }
@@ -70,7 +71,7 @@ struct ScorePlaces<true> {
 
 // ---- the producer ----------------------------------------------------------------------------
 
-// The steps of a tile of query rows where a mask lists them: of a plain tile there is no list.
+// The steps of a tile of query rows that a mask lists. A plain tile has no list.
 template <bool>
 struct TileSteps {
   __device__ __forceinline__ TileSteps(const Scoring<SCORED>&, const AttnParams&, const WorkTile&) {
@@ -91,9 +92,9 @@ struct TileSteps<true> {
             kv_end(p, tile.q0, BLOCK_Q)),
         next(listed[0]) {}
   __device__ __forceinline__ int steps() const { return listed.steps(); }
-  // How many of the first ones admit every key.
+  // Number of first steps that admit every key.
   __device__ __forceinline__ int whole() const { return listed.whole(); }
-  // The next step; the one after is on its way from memory meanwhile.
+  // The next step. Meanwhile the step after it is being loaded.
   __device__ __forceinline__ int take() {
     const int step = next;
     next = listed[++number];
@@ -101,7 +102,7 @@ struct TileSteps<true> {
   }
 };
 
-// Loads that go with K of a step.
+// Loads beside K of a step.
 template <bool>
 struct ScoreLoads {
   __device__ __forceinline__ int bytes(int) const { return 0; }
@@ -112,12 +113,12 @@ template <>
 struct ScoreLoads<true> {
   RingPosition<NUM_STAGES> bias_at;
 
-  // That `full` has to expect.
+  // Number of bytes that `full` must expect.
   __device__ __forceinline__ int bytes(int step) const {
     return BIAS_BYTES + (is_mixed(step) ? MASK_BYTES : 0);
   }
-  // Loads them, once the stage of K has been read. K goes ahead: its stage is free before the place
-  // of the bias is.
+  // Loads them, once the stage of K has been read. K goes first, because its stage is free before
+  // the place of the bias.
   __device__ __forceinline__ void operator()(
       const Scoring<true>& scoring, ScorePlaces<true>& places, int stage, Mbarrier& full,
       const WorkTile& tile, int step) {
@@ -172,7 +173,7 @@ struct ScoreChange<true> {
       row_bias[0] = bias.at(q, 0), row_bias[1] = bias.at(q + 8, 0);
     }
   }
-  // The step whose K is in `stage`, which this frees (`empty`); `warp_row` is the first of the
+  // The step whose K is in `stage`, which this call frees (`empty`). `warp_row` is the first of the
   // warp's 16 rows in the tile, `q` the first of this lane's two rows.
   __device__ __forceinline__ void operator()(
       const Scoring<true>& scoring, ScorePlaces<true>& places, const AttnParams& p,
@@ -183,7 +184,7 @@ struct ScoreChange<true> {
     if (lane_id() == 0) mbarrier_arrive(empty);
     change(scoring.params, places, p, S_acc, warp_row, q, step, bits);
   }
-  // The same of a step whose stage is read further: its reader frees it.
+  // The same for a step whose stage is read later: its reader frees it.
   __device__ __forceinline__ void operator()(
       const Scoring<true>& scoring, ScorePlaces<true>& places, const AttnParams& p,
       float (&S_acc)[BLOCK_KV / 2], int stage, int warp_row, int q, int step) {
@@ -191,7 +192,7 @@ struct ScoreChange<true> {
     if (is_mixed(step)) load_mask(bits, places.bits[stage], warp_row);
     change(scoring.params, places, p, S_acc, warp_row, q, step, bits);
   }
-  // A step that this warp does not take, once it has arrived.
+  // Skips a step that this warp does not take, once it has arrived.
   __device__ __forceinline__ void skip(ScorePlaces<true>& places) {
     if constexpr (BIAS_IN_RING) {
       if (lane_id() == 0) mbarrier_arrive(places.bias_empty[bias_at.stage]);
@@ -217,8 +218,8 @@ struct ScoreChange<true> {
       bias_at.advance();
     }
     if (mixed) apply_mask(S_acc, bits);
-    // NOTE: a warp's rows raise M together: those past a sequence have scores of 0, whatever their
-    // mask and bias.
+    // NOTE: all rows of a warp raise M together. Rows past a sequence have scores of 0, regardless
+    // of mask and bias.
     if (VARLEN && (MASKED || BIAS) && q - lane_id() / 4 + 16 > p.len_q) {
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; ++i)

@@ -1,8 +1,8 @@
 // softcap.cuh -- softcap of a lane's scores with a relative error of at most 2^-16.
 //
-// tanh(y) is y * (c0 + c1 y^2 + ... + c4 y^8) for small y, minimax in relative error
-// (cupyattn/kernels/softcap.py), and 1 - 2 / (1 + 2^(2 |y| log2 e)) for others. If all scores of a
-// step are small, the usual case, only the polynomial is evaluated: its instructions use the FMA
+// For small y, tanh(y) is y * (c0 + c1 y^2 + ... + c4 y^8), minimax in relative error
+// (cupyattn/kernels/softcap.py). For others it is 1 - 2 / (1 + 2^(2 |y| log2 e)). If all scores of
+// a step are small, the usual case, only the polynomial is evaluated. Its instructions use the FMA
 // pipe, while ex2 and rcp would share the unit of the softmax's ex2.
 #pragma once
 
@@ -23,14 +23,14 @@ __device__ __forceinline__ float small_softcap(const ScoreParams& p, float S) {
   return S * sum;
 }
 
-// The same of an S of any size.
+// The same for an S of any size.
 __device__ __forceinline__ float any_softcap(const ScoreParams& p, float S) {
   const float power = ex2_approx_ftz(fabsf(S) * p.tanh_exponent);
   const float large = fmaf(-2.0f * p.softcap_unit, rcp_approx_ftz(power + 1.0f), p.softcap_unit);
   return S * S <= p.largest_square ? small_softcap(p, S) : copysignf(large, S);
 }
 
-// R3: softcap of all N scores of a lane, in place. A NaN is left out of the maximum, and stays NaN
+// R3: softcap of all N scores of a lane, in place. The maximum ignores a NaN, which stays NaN
 // either way.
 template <int N>
 __device__ __forceinline__ void softcap(const ScoreParams& p, float (&S)[N]) {

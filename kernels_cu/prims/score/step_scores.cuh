@@ -1,6 +1,6 @@
 // step_scores.cuh -- scores of a step in the layout of wgmma: integers of Q K^T, and one factor for
-// the keys that share a scale. Integer i belongs to the first row of the lane, or the row 8
-// further, and to key i / 4 * 8 + lane % 4 * 2 + i % 2 of the step.
+// the keys that share a scale. Integer i belongs to the lane's first row, or the row 8 further. Its
+// key in the step is i / 4 * 8 + lane % 4 * 2 + i % 2.
 #pragma once
 
 #include "prims/config.cuh"
@@ -15,25 +15,26 @@ static_assert(
     GROUP_Q >= 1 && GROUP_KV >= 1 && GROUP_KV % 16 == 0,
     "fa_int8 needs GROUP_Q and GROUP_KV, the rows per scale, the latter a multiple of 16");
 
-// The scales of a step whose first key is kv0. One that may be without keys gets any scale then.
+// The scales of a step whose first key is kv0. A step that may be without keys takes an arbitrary
+// scale.
 __device__ __forceinline__ void load_scales(
     float (&scale)[SCALES], const float* K_scale, int kv0, int len_kv) {
 #pragma unroll
   for (int j = 0; j < SCALES; ++j)
     scale[j] = K_scale[uint32_t(min(kv0 + j * SCALE_KEYS, max(len_kv - 1, 0))) / GROUP_KV];
 }
-// The producer loads them, a step or more ahead, and leaves them beside K; in a consumer every
-// product of the step would wait for them.
+// The producer loads the scales a step or more ahead, and stores them beside K. Loaded by a
+// consumer, they would delay every product of the step.
 __device__ __forceinline__ void copy_scales(float (&to)[SCALES], const float (&from)[SCALES]) {
 #pragma unroll
   for (int j = 0; j < SCALES; ++j) to[j] = from[j];
 }
 
-// What one integer of Q K^T stands for, by the keys that share a scale and by row.
+// The number that integer 1 of Q K^T stands for, by the keys that share a scale and by row.
 using Factors = float[SCALES][2];
 constexpr int PART = SCALE_KEYS / 2;  // scores that share a factor, of two rows
 
-// The factors of a step, from those of this lane's two rows and the scales of its keys.
+// The factors of a step, from the factors of this lane's two rows and the scales of its keys.
 __device__ __forceinline__ void make_factors(
     Factors& factor, const float (&Q_factor)[2], const float (&K_scale)[SCALES]) {
 #pragma unroll
@@ -43,8 +44,8 @@ __device__ __forceinline__ void make_factors(
 }
 
 // The largest integer of each row among the keys that share a scale, number `part` of the step's;
-// NO_KEY where all are masked. Among integers two comparisons are one instruction, and products
-// with a factor keep their order.
+// NO_KEY if all are masked. Two comparisons of integers are one instruction, and a product with a
+// factor keeps their order.
 constexpr int NO_KEY = -0x7fffffff - 1;  // less than any integer of Q K^T
 template <bool MASKED, typename Mask>
 __device__ __forceinline__ void largest_dots(

@@ -1,19 +1,18 @@
 // key_importance, Hopper form -- the mean of the probabilities that some query rows give to each
 //                                key, from keys that are read once.
 //
-// Idea         A thread block cluster has all keys of a head at a time: 64 to a warp, whose scores
-//              with a chunk of rows are 64 registers of a lane. So nothing is computed twice: what
-//              probabilities lack, the maximum and the sum of their rows, blocks tell each other
-//              through distributed shared memory.
-//              A cluster takes several heads in turn. Keys come in tiles of 16 through a ring that
-//              each warp has for itself; those of the next head are under way while blocks wait
-//              for each other, and two blocks share an SM.
-// KEY_SUMS     The keys of a block are added up on the way, for the mean that smoothing subtracts
-//              from keys (quantize.cu): another product of a tile that is in shared memory anyway.
+// Idea         A thread block cluster has all keys of a head at a time. A warp has 64 keys, whose
+//              scores with a chunk of rows take 64 registers of a lane. Blocks exchange the maximum
+//              and the sum of rows through distributed shared memory, so nothing is computed twice.
+//              A cluster takes several heads in turn. Keys come in tiles of 16 through a separate
+//              ring for each warp. Keys of the next head are in flight while blocks wait for each
+//              other. Two blocks share an SM.
+// KEY_SUMS     The keys of a block are also summed, for the mean that smoothing subtracts from keys
+//              (quantize.cu). This is one more product of a tile that is in shared memory anyway.
 // Differs from key_importance.cu, two kernels, which takes any number of keys, on any device.
-// Kept simple  Rows of one query head at a time: a cluster meets the keys again for each chunk of
-//              rows, and finds them in the L2 cache. Their sums are then found again, and stored
-//              with the first chunk.
+// Kept simple  Rows of one query head at a time: a cluster reads the keys again for each chunk of
+//              rows, from the L2 cache. Their sums are then computed again, and stored with the
+//              first chunk.
 // Rounding     as key_importance.cu, but that exponentials are taken at the maximum of a warp
 // Bound        docs/MATH_REFERENCE.md [L52]
 #include "prims/instructions/cluster.cuh"
@@ -50,9 +49,9 @@ constexpr int CHUNKS = HEAD_DIM_PAD / 8;                // 16-byte chunks per ro
 constexpr int MMA_ROWS = BLOCK_Q / 16;                  // row tiles of 16, all of them to each warp
 constexpr int WARP_KV = BLOCK_KV / NUM_WARPS;           // keys per warp
 constexpr int MMA_KEYS = WARP_KV / 8;                   // key tiles of 8 of a warp
-constexpr int TILE_KV = 16;                             // keys of a stage, those of an ldmatrix
+constexpr int TILE_KV = 16;                             // keys of a stage, and of an ldmatrix
 constexpr int TILES = WARP_KV / TILE_KV;                // of a warp and a head
-constexpr int SM_WARPS = HEAD_DIM_PAD <= 128 ? 16 : 8;  // for which it has shared memory
+constexpr int SM_WARPS = HEAD_DIM_PAD <= 128 ? 16 : 8;  // for which shared memory suffices
 constexpr int SM_BLOCKS = NUM_WARPS < SM_WARPS ? SM_WARPS / NUM_WARPS : 1;  // at least
 constexpr int SUM_TILES = ceil_div(HEAD_DIM_PAD / 16, 8);  // fragments of the sums of a warp's keys
 using Scores = float[MMA_ROWS][MMA_KEYS][4];
@@ -63,7 +62,7 @@ struct SharedStorage {
   float K_sum[NUM_WARPS][SUM_TILES * 4]
              [WARP_SIZE];                     // over the keys of a warp, as its lanes have it
   float of_warp[NUM_WARPS][BLOCK_Q][2];       // M and l of a row, over the keys of a warp
-  alignas(16) float of_block[2][BLOCK_Q][2];  // over those of the block, which others read
+  alignas(16) float of_block[2][BLOCK_Q][2];  // over the keys of the block; other blocks read it
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -74,7 +73,7 @@ static_assert(
     NUM_STAGES >= 2 && NUM_STAGES <= TILES,
     "NUM_STAGES must be 2 to 4, at most the tiles of a warp: the ring has keys of two heads");
 
-// What a cluster does at a time: a chunk of the rows of one query head, and its keys.
+// The work of a cluster at a time: a chunk of the rows of one query head, and its keys.
 struct Item {
   int head;       // of batch * heads_kv
   int chunk = 0;  // of the rows of its query heads
@@ -105,10 +104,10 @@ struct Item {
   }
 };
 
-// The sum of a warp's keys. That of column 16 n + i of K stands in row i, column n of a matrix, to
-// which products of tiles of K, transposed, with ones in column n alone add up. So all lanes have
-// numbers of their own, 4 for every 128 columns. What is not finite spoils its row, which may be:
-// the mean is 0 where a sum is not finite, and any vector would do.
+// The sum of a warp's keys. Column 16 n + i of K is summed in row i, column n of a matrix. Products
+// of transposed tiles of K with ones in column n alone add to it. So each lane has different sums,
+// 4 for every 128 columns. A number that is not finite spoils its row, which is allowed. The mean
+// is 0 if a sum is not finite, and any vector is valid.
 struct KeySums {
   float x[SUM_TILES][4] = {};
   // The tile's columns from 16 n on; the address is this lane's, as for a fragment of K.
@@ -122,13 +121,13 @@ struct KeySums {
 #pragma unroll
     for (int i = 0; i < SUM_TILES * 4; ++i) of_lanes[i][lane_id()] = x[i / 4][i % 4];
   }
-  // Which column register i of this lane has, all tiles counted.
+  // The column of this lane's register i, counted over all tiles.
   static __device__ __forceinline__ int column(int i) {
     return (i / 4 * 8 + lane_id() % 4 * 2 + i % 2) * 16 + i % 4 / 2 * 8 + lane_id() / 4;
   }
 };
 
-// The sums of a block's keys, [HEAD_DIM], those of its warps in rising order.
+// The sums of a block's keys, [HEAD_DIM], added over its warps in rising order.
 __device__ __forceinline__ void store_key_sums(
     float* of_block, const float (&of_warp)[NUM_WARPS][SUM_TILES * 4][WARP_SIZE]) {
   // The last warps first: warp 0 is the one that others wait for.
@@ -141,7 +140,7 @@ __device__ __forceinline__ void store_key_sums(
   }
 }
 
-// Maximum and sum of a row from those over parts of its keys.
+// Maximum and sum of a row from the results for parts of its keys.
 template <int PARTS>
 __device__ __forceinline__ RowState merged(const Vec<float, 2> (&part)[PARTS]) {
   RowState all;
@@ -168,7 +167,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
   const uint32_t K_lane = shared_address(
       swizzled<CHUNKS>(K_ring[0], lane_id() / 16 * 8 + lane_id() % 8, lane_id() / 8 % 2));
 
-  // What is loaded, one group for each tile or chunk of rows, empty past the end.
+  // Loads, one group for each tile or chunk of rows, empty past the end.
   const elem_t* K = loading.K(p) + own_key * p.K_stride.len;  // [WARP_KV, HEAD_DIM]
   auto load_tile = [&](int tile, int stage) {
     if (loading.head < end_head)
@@ -234,7 +233,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
 
     if (KEY_SUMS && item.chunk == 0) K_sum.store(smem.K_sum[warp_id()]);
 
-    // NOTE: rounded by themselves, or some would exceed their maximum.
+    // NOTE: with a separate rounding, or some scores would exceed their maximum.
 #pragma unroll
     for (auto& row : S)
 #pragma unroll
@@ -280,7 +279,7 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
         }
       }
 
-    // Over those of the block, then of the cluster: a lane to each row.
+    // Over the keys of the block, then of the cluster: one lane for each row.
     const int row = lane_id();
     float (&of_block)[2] = smem.of_block[turn][row];
     __syncthreads();  // the states of all warps are visible
@@ -295,17 +294,17 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
     } else {
       cluster_arrive_relaxed();
     }
-    load_rows();                      // nobody reads those of this item any more
+    load_rows();                      // no thread reads rows of this item any more
     if (KEY_SUMS && item.chunk == 0)  // while blocks wait for each other
       store_key_sums(
           p.partial_sum + (int64_t(item.head) * CLUSTER + blockIdx.x % CLUSTER) * HEAD_DIM,
           smem.K_sum);
-    // The states of all blocks are visible, and nobody reads those that the next item but one
-    // overwrites.
-    // NOTE: warp 0 alone hands on. It wrote all that other blocks read, each lane what it arrives
-    // with; and what its block has read of others, before the __syncthreads, comes before its
-    // arrival, hence before a write of theirs that follows their wait. A release of all warps would
-    // have each wait until its sums and its importance are in memory.
+    // The states of all blocks are visible, and no block reads the states that the next item but
+    // one overwrites.
+    // NOTE: warp 0 alone publishes. It wrote all data that other blocks read, and each lane arrives
+    // after its own writes. Its block's reads of other blocks come before the __syncthreads, hence
+    // before its arrival and before any write of theirs that follows their wait. A release by all
+    // warps would make each wait until its sums and its importance are in memory.
     cluster_wait();
     Vec<float, 2> part[CLUSTER];
 #pragma unroll
@@ -316,8 +315,8 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
                                  ? p.share / all.l * ex2_approx_ftz(M_warp - all.M_finite())  // R4
                                  : 0.0f;
 
-    // Sums over rows: of this lane's, then over g, where each lane hands half of its key tiles to
-    // another and goes on with the other half, until it has tile g alone.
+    // Sums over this lane's rows, then over g. Each lane passes half of its key tiles to another
+    // lane and continues with the other half, until it has tile g alone.
     float sum[MMA_KEYS][2] = {};
 #pragma unroll
     for (int r = 0; r < MMA_ROWS; ++r)
@@ -345,5 +344,5 @@ void key_importance(const __grid_constant__ ClusterImportanceParams p) {
       if (const int key = own_key + g * 8 + t * 2 + j; key < p.len_kv)
         importance[key] = (item.chunk == 0 ? 0.0f : importance[key]) + sum[0][j];
   }
-  cluster_sync();  // nobody reads this block's states any more
+  cluster_sync();  // no block reads this block's states any more
 }

@@ -1,5 +1,5 @@
 // producer.cuh -- S1 and S2 of the Hopper forms of fa_int8: rings of stages, and the thread that
-// fills them, tile after tile. A form says which parts of tiles there are, and what a stage loads.
+// fills them, tile after tile. A form defines the parts of tiles, and the contents of a stage.
 #pragma once
 
 #include "prims/codes/quantize_q.cuh"
@@ -15,8 +15,8 @@
 #include "prims/score/step_scores.cuh"
 #include "sm90/int8/warpgroups.cuh"
 
-// The barriers of a ring: a stage is full when so many threads have arrived, and the bytes that
-// they announced; it is empty when a lane of each of so many warps has.
+// The barriers of a ring. A stage is full when so many threads and the bytes that they announced
+// have arrived. It is empty when one lane of each of so many warps has arrived.
 template <int STAGES>
 __device__ __forceinline__ void init_ring(
     Mbarrier (&full)[STAGES], int threads, Mbarrier (&empty)[STAGES], int warps) {
@@ -34,11 +34,11 @@ struct WholeTiles {
   };
   __device__ __forceinline__ Part operator()(int index) const { return {index}; }
 };
-// or, where tiles are alike, pieces of those of the last wave.
+// or, if tiles are alike, pieces of the tiles of the last wave.
 struct CutTiles {
   struct Part : Piece {
     using Piece::Piece;
-    // A tile to the steps of the piece, the first of which has this number.
+    // Cuts a tile to the steps of the piece, beginning at step `number`.
     __device__ __forceinline__ void narrow(WorkTile& whole, int& number) const {
       number = first * BLOCK_KV;
       whole.steps = steps, whole.first = first, whole.slot = slot;
@@ -56,13 +56,13 @@ __device__ __forceinline__ auto cut_if_alike(const PieceParams& pieces) {
     return CutTiles{pieces};
 }
 
-// What a stage is loaded for: a step of a tile.
+// The step of a tile for which a stage is loaded.
 struct KeyStep {
-  int index;  // among those of the tile
+  int index;  // number of the step in the tile
   int kv0;    // its first key
   bool kept;  // false: it has no key, and kv0 lies behind the last one
   int len_kv;
-  int score_bytes;  // that come with its K for softcap, bias and mask
+  int score_bytes;  // that arrive with its K for softcap, bias and mask
   int whole;        // the first steps of the tile of which a mask admits every key
 };
 
@@ -76,9 +76,9 @@ __device__ __forceinline__ void load_K(
         K[b], K_map, full, b * BOX_BYTES, tile.first_key() + kv0, tile.head_kv, tile.entry());
 }
 
-// Loads Q of every tile, and with every step of it the scales of its keys and what `load_stage`
-// loads into that stage once `empty` has completed: K, V, and what goes with V. Bias and bits of a
-// mask follow, which arrive at `full` as K does. Value is the storage type of V.
+// Loads Q of every tile, and for every step the scales of its keys. Once `empty` has completed,
+// `load_stage` loads K, V and the data beside V into the stage. Bias and bits of a mask follow, and
+// arrive at `full` as K does. Value is the storage type of V.
 template <typename Value, typename SharedStorage, typename TileParts, typename LoadStage>
 __device__ __forceinline__ void produce(
     SharedStorage& smem, Mbarrier (&full)[NUM_STAGES], Mbarrier (&empty)[NUM_STAGES],
@@ -130,11 +130,11 @@ __device__ __forceinline__ void produce(
     };
     int next = 0;
     for (int step = 0; step < steps; ++step, number += BLOCK_KV, at.advance()) {
-      // NOTE: asked for here, it comes while the last step waits for its stage. Causal calls lose
-      // by that where nothing else is loaded: 0.98 of the speed at head_dim 256 in FP8.
+      // NOTE: requested here, the tile arrives while the last step waits for its stage. Causal
+      // calls that load nothing else would be slower: 0.98 of the speed at head_dim 256 in FP8.
       if (SCORES_UNEVEN && step == steps - 1) next = ask();
-      // NOTE: rows that keep no block get their one step from behind the last key: zeros. A box of
-      // codes of V begins at whole 16 bytes, or is an illegal instruction.
+      // NOTE: rows that keep no block take one step behind the last key, which is zeros. A box of
+      // codes of V must begin at a multiple of 16 bytes, or it is an illegal instruction.
       bool kept = number < keys.end;
       int kv0 = BLOCK_MASK && !kept ? round_up(p.len_kv, BLOCK_KV) : keys.key(number);
       const int step_word = MASKED ? listed.take() : kv0;

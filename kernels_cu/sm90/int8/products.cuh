@@ -6,7 +6,7 @@
 #include "prims/instructions/wgmma.cuh"
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
-// what SharedZeros begins with.
+// the initial values of SharedZeros.
 __device__ __forceinline__ void start_scores(
     int32_t (&dot)[BLOCK_KV / 2], Descriptor Q_rows, Descriptor K_rows) {
   wgmma_use(dot);

@@ -1,5 +1,5 @@
-// rows.cuh -- query rows in the Hopper forms of fa_int8: the factor that their scores begin with,
-// and S6, which gives lse and O to global memory.
+// rows.cuh -- query rows in the Hopper forms of fa_int8: the factor of their scores, and S6, which
+// stores lse and O to global memory.
 #pragma once
 
 #include "prims/codes/mean_dot.cuh"
@@ -28,8 +28,8 @@ __device__ __forceinline__ void make_row_factors(
   }
 }
 
-// Smoothing took the same part from every score of row q: O is as it was, and lse gets it back by
-// way of M. `zero`: the zero point of the row.
+// Smoothing subtracted one number from every score of row q. O does not change, and lse gets the
+// number back through M. `zero`: the zero point of the row.
 template <typename State>
 __device__ __forceinline__ void give_mean_back(
     State& state, const AttnParams& p, const QuantParams& quant, const WorkTile& tile, int q,

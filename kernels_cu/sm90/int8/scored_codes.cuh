@@ -8,7 +8,7 @@
 #include "prims/instructions/warp.cuh"
 #include "sm90/int8/scored_step.cuh"
 
-// The largest scores of a lane's two rows: NaN where one is.
+// The largest scores of a lane's two rows; NaN if any is NaN.
 __device__ __forceinline__ void largest_of_rows(
     float (&largest)[2], const float (&S_acc)[BLOCK_KV / 2]) {
   largest[0] = largest[1] = NEG_INF;
@@ -19,8 +19,8 @@ __device__ __forceinline__ void largest_of_rows(
   }
 }
 
-// Codes P of the weights of scores, those of four keys in a register, the left operand of P V. Also
-// sums this lane's codes (where they are integers) and weights (where SUMS_WEIGHTS), by row.
+// Codes P of the weights of scores, four keys in a register, the left operand of P V. Also sums
+// this lane's codes (if they are integers) and weights (if SUMS_WEIGHTS), by row.
 __device__ __forceinline__ void weigh_scores(
     const float (&S_acc)[BLOCK_KV / 2], const float (&M)[2], uint32_t (&P_frag)[BLOCK_KV / 32][4],
     uint32_t (&codes)[2], float (&weights)[2]) {

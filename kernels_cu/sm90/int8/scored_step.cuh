@@ -1,7 +1,7 @@
 // scored_step.cuh -- scores of a step in the Hopper forms of fa_int8 with softcap or bias, and with
-// a mask beside them. Softcap and bias change numbers, not integers: scores are brought to log2
-// units first, and the softmax takes them as they then are, with a factor of 1. A kernel with a
-// mask alone keeps its integers (step_bits.cuh).
+// a mask beside them. Softcap and bias change numbers, not integers. So scores are first converted
+// to log2 units, and the softmax takes them with a factor of 1. A kernel with a mask alone keeps
+// its integers (step_bits.cuh).
 #pragma once
 
 #include "prims/config.cuh"
@@ -13,9 +13,9 @@
 #include "prims/score/score_hook.cuh"
 #include "prims/score/step_scores.cuh"
 
-// R3: S in log2 units. Where a factor is not finite, a bias of -inf masks what it is a factor of:
-// such scores become 0, to which that bias is added. `q` is the first of this lane's two rows. A
-// step without keys may have any scale.
+// R3: S in log2 units. A bias of -inf also masks scores whose factor is not finite: such scores
+// become 0, to which the bias is added. `q` is the first of this lane's two rows. A step without
+// keys may have any scale.
 __device__ __forceinline__ void make_scores(
     float (&S_acc)[BLOCK_KV / 2], const int32_t (&dot)[BLOCK_KV / 2], const float (&Q_factor)[2],
     const float (&K_scale)[SCALES], const AttnParams& p, const WorkTile& tile, int q, int kv0) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void make_scores(
   }
 }
 
-// -inf for what the places of rows and keys mask.
+// -inf for scores that are masked by the places of row and key.
 __device__ __forceinline__ void mask_by_place(
     float (&S_acc)[BLOCK_KV / 2], const AttnParams& p, int q, int kv0, int unmasked) {
   if (ScoreMask::admits_all(p, q, kv0, unmasked)) return;

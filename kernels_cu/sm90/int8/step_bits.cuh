@@ -1,7 +1,7 @@
-// step_bits.cuh -- which keys of a step query rows attend to, in the Hopper forms of fa_int8. Their
-// places say it, and the bits of a mask where there is neither softcap nor bias. Such a mask leaves
-// numbers as they are, so the softmax of a plain kernel takes the integers of its steps. A mixed
-// step is one that the softmax treats as one masked by place.
+// step_bits.cuh -- which keys of a step query rows attend to, in the Hopper forms of fa_int8. This
+// follows from their places and, without softcap and bias, from the bits of a mask. Such a mask
+// leaves numbers as they are, so the softmax of a plain kernel takes the integers of its steps. The
+// softmax treats a mixed step like a step that is masked by place.
 #pragma once
 
 #include "prims/config.cuh"
@@ -11,24 +11,24 @@
 #include "prims/score/score.cuh"
 #include "prims/score/score_hook.cuh"
 
-// A mask is all that SCORED stands for.
+// SCORED stands for a mask alone.
 constexpr bool MASK_ALONE = MASKED && !SOFTCAP && !BIAS;
-// Softcap or bias make other numbers of the scores (scored_step.cuh).
+// Softcap or bias change the scores (scored_step.cuh).
 constexpr bool SCORES_CHANGE = SCORED && !MASK_ALONE;
 
-// The first steps of a tile may be whole: a mask of keys admits every key of them, and no place
-// masks any. Then the softmax need not know where they are.
+// The first steps of a tile may be whole: a mask of keys admits every key, and no place masks any.
+// Then the softmax does not need their places.
 // NOTE: not at HEAD_DIM 128, where products are longer: 0.99 of the speed.
 constexpr bool WHOLE_STEPS =
     MASK_ALONE && MASK_KIND == MaskKind::KEYS && HEAD_DIM <= 64 && !(CAUSAL || WINDOW || VARLEN);
 
-// The bits of a step that have come with its K; none where MASK_ALONE is false.
+// The bits of a step, which came with its K; none if MASK_ALONE is false.
 template <bool>
 struct StepBits {
   __device__ __forceinline__ void admit() {}
   __device__ __forceinline__ void load(
       const ScorePlaces<SCORED>&, const AttnParams&, int, int, int, int) {}
-  // Whether every score of the step is admitted, as ScoreMask::admits_all has it.
+  // Whether every score of the step is admitted, like ScoreMask::admits_all.
   __device__ __forceinline__ bool admit_all(
       const AttnParams& p, int q, int kv0, int unmasked) const {
     return ScoreMask::admits_all(p, q, kv0, unmasked);
@@ -52,8 +52,8 @@ struct StepBits<true> {
     admit();
     mixed = is_mixed(step);
     if (mixed) load_mask(bits, places.bits[stage], warp_row);
-    // NOTE: a warp's rows raise M together: those past a sequence, whose scores are 0, keep every
-    // key whatever their mask is.
+    // NOTE: all rows of a warp raise M together. Rows past a sequence have scores of 0, and keep
+    // every key regardless of their mask.
 #pragma unroll
     for (int h = 0; VARLEN && h < 2; ++h)
       if (q + h * 8 >= p.len_q) bits[h] = ~0u;
@@ -70,9 +70,9 @@ __device__ __forceinline__ uint32_t bits_below(int end) {
   return count < 32 ? (1u << count) - 1 : ~0u;
 }
 
-// Which scores of a lane are admitted, by place and by bits, as ScoreMask has them by place.
-// NOTE: types with a constructor, not functions that return a mask: those change the machine code
-// of plain kernels.
+// Which scores of a lane are admitted, by place and by bits, like ScoreMask by place.
+// NOTE: these are types with a constructor, because functions that return a mask would change the
+// machine code of plain kernels.
 template <bool>
 struct StepMask : ScoreMask {
   __device__ __forceinline__ StepMask(const AttnParams& p, int q, int kv0, const StepBits<false>&)
@@ -92,7 +92,7 @@ struct StepMask<true> {
     }
   }
   __device__ __forceinline__ bool admits(int i) const { return is_admitted(admitted, i); }
-  // Whether one of those from `first` to `last` is admitted, two scores of one row.
+  // Whether any score from `first` to `last`, two scores of one row, is admitted.
   __device__ __forceinline__ bool admits_any(int first, int last) const {
     const uint32_t before = (1u << bit_of(first)) - 1, until = (2u << bit_of(last)) - 1;
     return admitted[first / 2 % 2] & until & ~before;
@@ -100,8 +100,8 @@ struct StepMask<true> {
   __device__ __forceinline__ static int bit_of(int i) { return i / 4 * 2 + i % 2; }
 };
 
-// Which halves of P_frag's registers weigh keys that are admitted: all ones in such a half, and
-// every half where a step has no bits. Register i holds the scores 2 i and 2 i + 1.
+// Which halves of P_frag's registers belong to admitted keys: all ones in such a half, and in every
+// half if a step has no bits. Register i holds the scores 2 i and 2 i + 1.
 template <bool>
 struct AdmittedPairs {
   AdmittedPairs() = default;

@@ -1,5 +1,5 @@
-// value_codes.cuh -- V as codes in the Hopper forms of fa_int8: a row of shared memory has the keys
-// of a channel, which is how wgmma reads the right operand of 8-bit products.
+// value_codes.cuh -- V as codes in the Hopper forms of fa_int8. A row of shared memory has the keys
+// of a channel, as wgmma requires for the right operand of 8-bit products.
 #pragma once
 
 #include "prims/codes/quantize_q.cuh"
@@ -19,7 +19,7 @@ static_assert(
     BLOCK_KV >= 64 && BLOCK_KV <= 256 && BLOCK_KV % 32 == 0,
     "BLOCK_KV must be a multiple of 32 from 64 to 256: columns of one wgmma, depth of another");
 
-// Where the codes of a sequence begin in every channel of V.
+// The first column of a sequence in every channel of V.
 __device__ __forceinline__ int first_column(const AttnParams& call, const WorkTile& tile) {
   return first_scale<VALUES_PAD>(call.cu_seqlens_k, tile.batch) * VALUES_PAD;
 }
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_V(
         V[b], V_map, full, column + b * BOX_BYTES, 0, tile.head_kv, tile.entry());
 }
 
-// S5 output: sum [64, columns] = P V of one tile and as many columns as ColumnsWgmma has, in the
+// S5 output: sum [64, columns] = P V of one tile for the columns of ColumnsWgmma, in the
 // background.
 template <typename ColumnsWgmma, typename Sum, int COUNT>
 __device__ __forceinline__ void start_tile_sums(

@@ -12,9 +12,9 @@ constexpr int O_COLS =
     HEAD_DIM <= 64 ? 64 : round_up(HEAD_DIM, 32);  // columns of O that are computed
 constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS = CONSUMERS == 2 ? 232 : 160;
-// Tiles differ in work: blocks take them as they come.
+// Tiles differ in work, so blocks take the next tile when they are free.
 constexpr bool UNEVEN = CAUSAL || WINDOW || VARLEN || BLOCK_MASK || SCORES_UNEVEN;
-constexpr bool LISTED = BLOCK_MASK || MASKED;  // steps are those of a list
+constexpr bool LISTED = BLOCK_MASK || MASKED;  // a list names the steps
 
 static_assert(
     BLOCK_Q == 128 || BLOCK_Q == 192,
