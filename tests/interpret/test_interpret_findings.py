@@ -113,63 +113,6 @@ CASES = [
         result=lambda x: x.reshape(-1, 2)[:, ::-1].ravel(),
     ),
     Case(
-        "ldmatrix orders no lanes", "race", """
-  __shared__ alignas(16) int s[256];
-  uint32_t own[4], pair[4];
-  for (int j = 0; j < 4; ++j) s[4 * i + j] = x[i];
-  ldmatrix_x4(own, shared_address(&s[4 * i]));
-#ifdef MENDED
-  __syncwarp();
-#endif
-  ldmatrix_x4(pair, shared_address(&s[4 * (i ^ 1)]));  // here
-  y[i] = x[i] + (own[0] + pair[0] > 1000);
-""",
-        address=16, says="after the write by warp 0 lane 1",
-    ),
-    Case(
-        "a write after another lane's ldmatrix", "race", """
-  __shared__ alignas(16) int s[256];
-  uint32_t r[4];
-  for (int j = 0; j < 4; ++j) s[4 * i + j] = x[i];
-  __syncwarp();
-  ldmatrix_x4(r, shared_address(&s[4 * (i ^ 1)]));
-#ifdef MENDED
-  __syncwarp();
-#endif
-  s[4 * i] = r[0];  // here
-  y[i] = x[i];
-""",
-        address=0, says="after the read by warp 0 lane 1",
-    ),
-    Case(
-        "stmatrix orders no lanes", "race", """
-  __shared__ alignas(16) int s[256];
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};"
-               ::"r"(shared_address(&s[4 * (i / 32 * 8 + i % 8)])), "r"(x[i]) : "memory");
-#ifdef MENDED
-  __syncwarp();
-#endif
-  y[i] = x[i] + (s[4 * (i / 32 * 8 + i % 8)] < 0);  // here
-""",
-        who=(0, 0, 8), address=0, says="after the write by warp 0 lane 0", arch="sm_90a",
-    ),
-    Case(
-        "mma and shuffles order no lanes", "race", """
-  __shared__ int s[64];
-  const uint32_t r[4] = {};
-  float sum[4] = {};
-  s[i] = x[i];
-  mma_m16n8k16<__half>(sum, r, r[0], r[1]);
-  const int first = __shfl_sync(FULL_WARP, i, 0) + __any_sync(FULL_WARP, sum[0] > 1);
-#ifdef MENDED
-  __syncwarp();
-#endif
-  y[i] = s[i ^ 1] + (first < 0);  // here
-""",
-        address=4, says="after the write by warp 0 lane 1",
-        result=lambda x: x.reshape(-1, 2)[:, ::-1].ravel(),
-    ),
-    Case(
         "__syncwarp for some of the lanes", "race", """
   __shared__ int s[64];
   s[i] = x[i];
