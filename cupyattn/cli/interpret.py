@@ -1,6 +1,7 @@
 """Run one rung, or any kernel in a file, in the interpreter: the kernels themselves, compiled and
 executed on NumPy, with no device. Prints what is wrong with them (exit status 1), J2 and J3, and
-what the run cost: warp instructions, bytes by memory, bank conflicts by source line. `cupyattn docs
+what the run cost: warp instructions, bytes by memory, bank conflicts by source line. A file needs a
+description of its launch, unless it is a .cu with the arguments of a rung. `cupyattn docs
 interpreter` shows how to debug with it, `cupyattn docs your_kernel` how to launch a kernel of your
 own."""
 
@@ -10,14 +11,15 @@ import argparse
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyattn import interpret
-from cupyattn.cli import flags, inputs, launch_file, output
+from cupyattn.cli import flags, inputs, output, own_kernel, own_launch
+from cupyattn.cli.launch_file import LaunchFile
 from cupyattn.interpret.findings import KINDS, Finding, KernelFault, describe
 from cupyattn.interpret.members import element_at, members_of
 from cupyattn.interpret.observer import Observer
@@ -25,13 +27,12 @@ from cupyattn.interpret.profile import Profile
 from cupyattn.interpret.stops import Break, Stop
 from cupyattn.interpret.trace import Trace
 from cupyattn.kernels import ladder
+from cupyattn.kernels.ladder import Variant
 from cupyattn.measure import device, rungs
 from cupyattn.measure import words as measure_words
 from cupyattn.ops.attention import attention, resolved
 from cupyattn.ops.explain import explain, plans
 from cupyattn.ops.quantize import quantize
-from cupyattn.testing import judge, numerics
-from cupyattn.testing.report import Report
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 
 #: Default shape.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
-#: Suffixes of files with kernels; a cubin is refused by name.
-KERNEL_FILES = (".cu", ".ptx", ".fatbin", ".cubin")
 #: Options that a kernel in a file takes.
 FILE_OPTIONS = (
     "--launch", "--save", "--arch", "--trace", "--trace-of", "--trace-lines", "--break", "--stops",
@@ -58,11 +57,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "variant", metavar="VARIANT|FILE",
         help=f"one of {', '.join(ladder.VARIANTS)}, or a .cu, .ptx or .fatbin file",
     )  # fmt: skip
-    own = parser.add_argument_group("a kernel in a file")
-    own.add_argument(
-        "--launch", metavar="FILE", help="its launch in TOML (default: beside it, as NAME.toml)"
+    described = own_launch.add_arguments(parser)
+    described.add_argument(
+        "--save", metavar="FILE", help="write all its arrays to this .npz afterwards"
     )
-    own.add_argument("--save", metavar="FILE", help="write all its arrays to this .npz afterwards")
+    own_kernel.add_arguments(parser)
     parser.add_argument(
         "--arch", metavar="NAME", help="architecture to compile for (default sm_80)"
     )
@@ -86,12 +85,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     flags.check_whole(args, "trace_lines", "stops")
-    if Path(args.variant).suffix in KERNEL_FILES:
-        return _run_file(args)
-    if args.launch or args.save:
-        option = "--launch" if args.launch else "--save"
-        raise ValueError(f"{option} is for a kernel in a file, got {args.variant}: leave it out")
-    variant = ladder.lookup(args.variant)
+    description = own_launch.description_of(args, FILE_OPTIONS)
+    if description is not None:
+        profile, where, observers = _observers(args)
+        given = own_launch.read(description, args.arch)
+        with _watched(args, given.entry, observers):
+            return run_described(Path(args.variant), given, profile, where, args.save, args.json)
+    if args.save:
+        raise ValueError(
+            f"--save is for a kernel in a file with a description, got {args.variant}: leave it out"
+        )
+    with own_kernel.variant_of(args) as variant:
+        return _run(args, variant)
+
+
+def _run(args: argparse.Namespace, variant: Variant) -> int:
+    """Run a rung."""
     profile, where, observers = _observers(args)
     given = _input(args)
     q, k, v = given.q, given.k, given.v
@@ -130,9 +139,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if judged.ok else 1
 
 
-def _observers(args: argparse.Namespace) -> tuple[Profile, _Where, list[Observer]]:
+def _observers(args: argparse.Namespace) -> tuple[Profile, Where, list[Observer]]:
     """Return the profile, the observer that names addresses, and all requested observers."""
-    profile, where = Profile(), _Where()
+    profile, where = Profile(), Where()
     observers: list[Observer] = [profile, where]
     if args.trace:
         block, warp, lane = _numbers(args.trace_of)
@@ -155,58 +164,49 @@ def _watched(args: argparse.Namespace, name: str, observers: list[Observer]) -> 
         yield
 
 
-def _run_file(args: argparse.Namespace) -> int:
-    """Run a kernel in a file as its description says."""
-    path = Path(args.variant)
-    _check_options(args.arguments)
-    given = launch_file.read(Path(args.launch) if args.launch else path.with_suffix(".toml"))
-    if args.arch:
-        given.settings["arch"] = args.arch
-    profile, where, observers = _observers(args)
+def run_described(
+    path: Path, given: LaunchFile, profile: Profile, where: Where, save: str | None,
+    json: str | None,
+) -> int:  # fmt: skip
+    """Run a kernel in a file as its description says, under the observers that watch.
+
+    Parameters
+    ----------
+    path : Path
+    given : LaunchFile
+    profile : Profile
+    where : Where
+        Both are among the observers.
+    save, json : str or None
+        Files for the arrays, and for everything that was counted.
+
+    Returns
+    -------
+    int
+        Exit status.
+    """
     output.say(f"{path}: {given.entry}, grid {given.grid}, block {given.block}")
     record: dict[str, Any] = {"file": str(path), "entry": given.entry}
     try:
-        with _watched(args, given.entry, observers):
-            interpret.launch(
-                path, given.entry, given.grid, given.block, given.args, **given.settings
-            )
+        own_launch.run_interpreted(path, given)
     except KernelFault as fault:
         _print_finding(fault.finding, where)
-        if args.json:
-            output.write_json(args.json, {**record, "finding": str(fault.finding)})
+        if json:
+            output.write_json(json, {**record, "finding": str(fault.finding)})
         return 1
-    if args.save:
-        np.savez(args.save, **given.arrays)  # type: ignore[arg-type]
+    if save:
+        np.savez(save, **given.arrays)  # type: ignore[arg-type]
     output.say("\nNo findings.")
     passed = True
     if given.judged is not None:
-        report = _judge(given.arrays, given.judged)
+        report = own_launch.judge_arrays(given.arrays, given.judged)
         output.say(str(report))
         passed = report.passed
         record["j2"] = report.ratio
     print_profile(profile)
-    if args.json:
-        output.write_json(args.json, {**record, "kernels": profile.to_dict()})
+    if json:
+        output.write_json(json, {**record, "kernels": profile.to_dict()})
     return 0 if passed else 1
-
-
-def _judge(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
-    """Hold the output of a kernel in a file to the bound of the rounding that it states."""
-    tensors = {name: arrays[judged[name]] for name in launch_file.TENSORS if name in judged}
-    words = {name: judged[name] for name in launch_file.NUMERICS if name in judged}
-    options = {name: judged[name] for name in launch_file.OPTIONS if name in judged}
-    return judge(**tensors, numerics=numerics(**words), **options)
-
-
-def _check_options(arguments: Sequence[str]) -> None:
-    """Raise for options of a rung's input: for a file, the description gives the input."""
-    for text in arguments:
-        name = text.partition("=")[0]
-        if name.startswith("--") and not any(known.startswith(name) for known in FILE_OPTIONS):
-            raise ValueError(
-                f"{name} is for a rung of the ladder: arrays and numbers of a kernel in a file "
-                "stand in its .toml"
-            )
 
 
 def _input(args: argparse.Namespace) -> inputs.Input:
@@ -256,7 +256,7 @@ class _Progress(Observer):
         )
 
 
-class _Where(Observer):
+class Where(Observer):
     """Records the running kernel, to name the memory of a finding's address."""
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
@@ -308,7 +308,7 @@ def _range(x: Any) -> tuple[str, str]:
 # ---- afterwards ----------------------------------------------------------------------------------
 
 
-def _print_finding(finding: Finding, where: _Where) -> None:
+def _print_finding(finding: Finding, where: Where) -> None:
     output.say(f"\nFINDING: {finding.kind}: {finding.message}")
     facts = {"meaning": KINDS[finding.kind], "kernel": finding.kernel}
     if finding.location is not None:

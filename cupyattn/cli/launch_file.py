@@ -1,4 +1,4 @@
-"""Reads the description of a launch for ``cupyattn interpret FILE``: a TOML file.
+"""Reads the description of a launch of a kernel in a file: a TOML file.
 
 docs/YOUR_KERNEL.md lists its fields. Every error names the file and the field.
 """
@@ -80,8 +80,7 @@ def _parse(path: Path) -> dict[str, Any]:
         except FileNotFoundError:
             raise ValueError(
                 f"there is no {path}, which describes the launch: write it "
-                "(`cupyattn docs your_kernel` has its fields), or name another with --launch; "
-                "`cupyattn verify FILE.cu` checks a copy of a variant without one"
+                "(`cupyattn docs your_kernel` has its fields), or name another with --launch"
             ) from None
         except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
             raise ValueError(f"cannot read {path}: {error}") from None

@@ -1,4 +1,4 @@
-"""A user's kernel in a ``.cu`` file, registered and compiled for ``cupyattn verify``.
+"""A user's kernel in a ``.cu`` file, registered as a rung while a command runs.
 
 `from_file` finds the name in the source. Options that are not given come from the nearest rung.
 """
@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from cupyattn.cli import output
 from cupyattn.compiler import devices, target
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import shared_memory_of
@@ -28,7 +31,7 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a kernel in a file."""
-    group = parser.add_argument_group("a kernel in a .cu file")
+    group = parser.add_argument_group("a copy of a rung in a .cu file")
     group.add_argument("--name", metavar="NAME", help="its entry point is attn_NAME")
     group.add_argument(
         "--family", choices=tuple(NEAREST), help="where it rounds (default: float32, as fa)"
@@ -43,6 +46,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def is_file(text: str | None) -> bool:
     """Whether an argument names a source file rather than a rung."""
     return text is not None and (text.endswith(".cu") or "/" in text)
+
+
+def refuse_options(args: argparse.Namespace) -> None:
+    """Raise ValueError if options describe a kernel in a file, and no file is given."""
+    for option in ("name", "family", "dtypes", "tiles"):
+        if getattr(args, option) is not None:
+            raise ValueError(f"--{option} describes a kernel in a .cu file: give its path")
+
+
+@contextlib.contextmanager
+def variant_of(args: argparse.Namespace) -> Iterator[Variant]:
+    """Give the rung of that name, or the kernel in that file, registered until the context ends.
+
+    Raises
+    ------
+    ValueError
+        For an option that describes a kernel in a file beside the name of a rung; else as
+        `from_file`.
+    """
+    if not is_file(args.variant):
+        refuse_options(args)
+        yield ladder.lookup(args.variant)
+        return
+    before = dict(ladder.VARIANTS)
+    try:
+        variant, assumed = from_file(args)
+        if assumed:
+            output.say(f"Assumed: {'; '.join(assumed)}.")
+        yield variant
+    finally:
+        ladder.VARIANTS.clear()
+        ladder.VARIANTS.update(before)
 
 
 def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
@@ -66,7 +101,8 @@ def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
             has = f"has {', '.join('attn_' + n for n in found)}" if found else "has none"
             raise ValueError(
                 f'{args.variant} must have one entry point extern "C" __global__ ... attn_NAME(, '
-                f"and {has}: give --name NAME"
+                f"and {has}: give --name NAME, or describe its launch in "
+                f"{path.with_suffix('.toml').name} (cupyattn docs your_kernel)"
             )
         name = found[0]
         assumed.append(f"entry point attn_{name}")

@@ -1,6 +1,9 @@
 """Run one rung for a profiler, on a device. It must satisfy its bound first. Then it runs --warmup
 times, and --runs times more; with --nvtx, each of these is in the NVTX range "cupyattn profile".
-Data are constant unless --random (normal), --distribution or --qkv says otherwise. With --ncu,
+Data are constant unless --random (normal), --distribution or --qkv says otherwise. A file is a .cu
+with the arguments of a rung, or any kernel with a description of its launch (`cupyattn docs
+your_kernel`): that one runs on the arrays of the description, and without a device the interpreter
+counts its instructions, bytes and bank conflicts. With --ncu,
 --sanitizer or --gdb, the command of one of NVIDIA's tools is printed and run; with --dry-run it is
 only printed, which needs no device."""
 
@@ -14,12 +17,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from cupyattn.cli import flags, inputs, output
+from cupyattn.cli import device_launch, flags, inputs, output, own_kernel, own_launch
+from cupyattn.cli.interpret import Where, run_described
 from cupyattn.compiler import modules as compiler
 from cupyattn.errors import UnsupportedError
+from cupyattn.interpret.observer import observe
+from cupyattn.interpret.profile import Profile
 from cupyattn.kernels import ladder
+from cupyattn.kernels.ladder import Variant
 from cupyattn.measure import device, energy, nvml, rungs, timing, words
 from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import explain, kernel_form
@@ -29,11 +37,21 @@ from cupyattn.problem.settings import check_attention
 NVTX_RANGE = "cupyattn profile"
 #: Energy is counted over at least this long.
 ENERGY_SECONDS = 3.0
+#: Options that a kernel with a description of its launch takes.
+DESCRIBED_OPTIONS = (
+    "--launch", "--warmup", "--runs", "--energy", "--nvtx", "--json", "--ncu", "--sanitizer",
+    "--gdb", "--dry-run",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("variant", metavar="VARIANT", help=f"one of {', '.join(ladder.VARIANTS)}")
+    parser.add_argument(
+        "variant", metavar="VARIANT|FILE",
+        help=f"one of {', '.join(ladder.VARIANTS)}, or a .cu, .ptx or .fatbin file",
+    )  # fmt: skip
+    own_launch.add_arguments(parser)
+    own_kernel.add_arguments(parser)
     parser.add_argument(
         "--warmup", type=int, metavar="N", default=2, help="runs before those that count (2)"
     )
@@ -56,7 +74,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    variant = ladder.lookup(args.variant)
+    description = own_launch.description_of(args, DESCRIBED_OPTIONS)
+    if not own_kernel.is_file(args.variant) and description is None:
+        own_kernel.refuse_options(args)
+        ladder.lookup(args.variant)
     flags.check_whole(args, "runs")
     flags.check_whole(args, "warmup", least=0)
     inputs.check_numbers(args)
@@ -65,13 +86,21 @@ def run(args: argparse.Namespace) -> int:
         flags_of = ", ".join(f"--{flag}" for flag in TOOLS)
         raise ValueError(f"--dry-run is for the command of a tool: give one of {flags_of} too")
     missing = device.device_missing()
-    if missing and not args.dry_run:
+    if missing and not args.dry_run and (tools or description is None):
         raise UnsupportedError(
-            f"profile needs a CUDA device: {missing}; cupyattn interpret {variant.name} counts "
+            f"profile needs a CUDA device: {missing}; cupyattn interpret {args.variant} counts "
             "instructions, bytes and bank conflicts without one"
         )
     if tools:
         return _under(tools[0], args)
+    if description is not None:
+        return _run_described(args, description, missing)
+    with own_kernel.variant_of(args) as variant:
+        return _run(args, variant)
+
+
+def _run(args: argparse.Namespace, variant: Variant) -> int:
+    """Judge and time a rung on the device."""
     given = chosen(args).on_device()
     options = inputs.call_options(args)
     q, k, v = given.q, given.k, given.v
@@ -100,13 +129,48 @@ def run(args: argparse.Namespace) -> int:
     def once(i: int) -> Any:
         return attention(*sets[i % len(sets)], variant=variant.name, **options)
 
-    seconds = _times(once, args.warmup, args.runs, nvtx=args.nvtx)
     operations = 4 * call.head_dim * call.batch * call.heads * rungs.admitted_pairs(call)
+    record: dict[str, Any] = {"variant": variant.name, "input": given.name, "j2": judged.j2}
+    return _measure(args, once, operations, record)
+
+
+def _run_described(args: argparse.Namespace, description: Path, missing: str) -> int:
+    """Judge and time a kernel in a file on the device, or count in the interpreter."""
+    path, given = Path(args.variant), own_launch.read(description)
+    if missing:
+        output.say(f"Not timed, as there is no CUDA device ({missing}): counted instead.\n")
+        profile, where = Profile(), Where()
+        with observe(profile, where):
+            return run_described(path, given, profile, where, None, args.json)
+    launch = device_launch.DeviceLaunch(path, given)
+    launch()
+    output.say(f"{path}: {given.entry}, grid {given.grid}, block {given.block}")
+    record: dict[str, Any] = {"file": str(path), "entry": given.entry}
+    operations = None
+    if given.judged is not None:
+        report = own_launch.judge_arrays(launch.arrays, given.judged)
+        output.say(str(report))
+        if not report.passed:
+            output.say("FAILED: the kernel misses its bound, so it is not timed")
+            return 1
+        record["j2"] = report.ratio
+        operations = own_launch.operations(launch.arrays, given.judged)
+    output.say("Every run has the same arrays, which stay in the L2 cache if they fit.")
+    return _measure(args, lambda _: launch(), operations, record)
+
+
+def _measure(
+    args: argparse.Namespace, once: Callable[[int], Any], operations: int | None,
+    record: dict[str, Any],
+) -> int:  # fmt: skip
+    """Time a call that has been judged, and print and write what was measured."""
+    seconds = _times(once, args.warmup, args.runs, nvtx=args.nvtx)
     for i, s in enumerate(seconds):
-        rate = words.format_rate(operations / s / 1e12)
-        output.say(f"run {i + 1}: {words.format_seconds(s)}, {rate} TFLOP/s")
-    record: dict[str, Any] = {"variant": variant.name, "input": given.name, "seconds": seconds}
-    record |= {"operations": operations, "j2": judged.j2, "clocks": device.clocks()}
+        rate = ""
+        if operations is not None:
+            rate = f", {words.format_rate(operations / s / 1e12)} TFLOP/s"
+        output.say(f"run {i + 1}: {words.format_seconds(s)}{rate}")
+    record |= {"operations": operations, "seconds": seconds, "clocks": device.clocks()}
     if args.energy:
         joules = _joules(once, seconds[-1])
         record["joules"] = joules
@@ -212,10 +276,11 @@ def _under(flag: str, args: argparse.Namespace) -> int:
     """Print the command of a tool, and run it if it is installed and no dry run is requested."""
     tool, command_of = TOOLS[flag]
     left_out = (f"--{flag}", "--dry-run", "--nvtx", "--energy")
-    command = command_of([a for a in args.arguments[1:] if a not in left_out], args.variant)
+    stem = Path(args.variant).stem
+    command = command_of([a for a in args.arguments[1:] if a not in left_out], stem)
     output.say(shlex.join(command), flush=True)
     if flag == "ncu":
-        report = f"cupyattn_{args.variant}"
+        report = f"cupyattn_{stem}"
         output.say(
             f"then, as text and CSV: ncu --import {report}.ncu-rep > {report}.txt; "
             f"ncu --import {report}.ncu-rep --csv > {report}.csv",

@@ -1,6 +1,8 @@
 """Compare every rung with float64 on every distribution: J1 (operands to the bit), J2 (the kernel
 against its bound, output and log-sum-exp), J3 (quantisation against its bound). For the path of a
-.cu file, the kernel in it is checked by J2, on the device, or in the interpreter if there is none.
+file, the kernel in it is checked by J2, on the device, or in the interpreter if there is none: a
+.cu with the arguments of a rung, or any kernel with a description of its launch (`cupyattn docs
+your_kernel`), whose q, k and v are drawn from every distribution in the sizes of the description.
 Exit status 1 if a check fails, 2 if nothing can be run. The float64 references are stored in the
 cache folder."""
 
@@ -22,7 +24,7 @@ import numpy as np
 from cupyattn import distributions
 from cupyattn.arrays import kinds
 from cupyattn.arrays.interchange import on_host
-from cupyattn.cli import flags, output, own_kernel
+from cupyattn.cli import flags, output, own_kernel, own_launch, verify_launch
 from cupyattn.compiler import disk_cache, target
 from cupyattn.compiler.architectures import LEAST_CAPABILITY
 from cupyattn.files import replacing
@@ -43,6 +45,10 @@ from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.runtime.origins import WORDS
 
 LOG = logging.getLogger("cupyattn")
+
+
+#: Options that a kernel with a description of its launch takes.
+DESCRIBED_OPTIONS = ("--launch", "--distribution", "--seed", "--json")
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,10 @@ SMALL_SHAPES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "variant", nargs="?", metavar="VARIANT", help="one rung, or a .cu file (default: all rungs)"
+        "variant", nargs="?", metavar="VARIANT|FILE",
+        help="one rung, or a .cu, .ptx or .fatbin file (default: all rungs)",
     )
+    own_launch.add_arguments(parser)
     own_kernel.add_arguments(parser)
     parser.add_argument("--distribution", choices=distributions.NAMES, help="one only")
     parser.add_argument("--dtype", choices=DTYPES, help="one only")
@@ -110,28 +118,17 @@ class Cell:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     flags.check_whole(args, "seed", least=0)
-    if own_kernel.is_file(args.variant):
-        before = dict(ladder.VARIANTS)
-        try:
-            variant, assumed = own_kernel.from_file(args)
-            return _run_own(args, variant, assumed)
-        finally:
-            ladder.VARIANTS.clear()
-            ladder.VARIANTS.update(before)
-    for option in ("name", "family", "dtypes", "tiles"):
-        if getattr(args, option) is not None:
-            raise ValueError(f"--{option} describes a kernel in a .cu file: give its path")
-    variants = [ladder.lookup(args.variant)] if args.variant else list(ladder.VARIANTS.values())
-    return _run(args, variants)
-
-
-def _run_own(args: argparse.Namespace, variant: Variant, assumed: list[str]) -> int:
-    """Compile and verify a kernel in a file."""
-    if assumed:
-        output.say(f"Assumed: {'; '.join(assumed)}.")
-    archs = own_kernel.compile_everywhere(variant)
-    output.say(f"attn_{variant.name} compiles for {', '.join(archs)}.")
-    return _run(args, [variant])
+    description = own_launch.description_of(args, DESCRIBED_OPTIONS)
+    if description is not None:
+        return verify_launch.run(args, description)
+    if args.variant is None:
+        own_kernel.refuse_options(args)
+        return _run(args, list(ladder.VARIANTS.values()))
+    with own_kernel.variant_of(args) as variant:
+        if own_kernel.is_file(args.variant):
+            archs = own_kernel.compile_everywhere(variant)
+            output.say(f"attn_{variant.name} compiles for {', '.join(archs)}.")
+        return _run(args, [variant])
 
 
 #: Default architecture of the interpreter.

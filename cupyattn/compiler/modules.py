@@ -452,3 +452,24 @@ def _load_module(binary: Binary) -> Module:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(binary.cubin)
         return Module(binary, cupy.RawModule(path=str(path)))
+
+
+def load_code(code: bytes, entry: str) -> cupy.RawKernel:
+    """Load PTX or machine code that is not of this library, and return one of its kernels.
+
+    Raises
+    ------
+    UnsupportedError
+        If the device refuses it, for example PTX that is newer than the driver.
+    """
+    import cupy
+
+    with tempfile.TemporaryDirectory(prefix="cupyattn-") as folder:
+        path = Path(folder) / "kernel"
+        path.write_bytes(code)
+        try:
+            kernel = cupy.RawModule(path=str(path)).get_function(entry)
+            kernel.kernel  # noqa: B018  (loads it while the file is there)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise UnsupportedError(f"the device refuses the code of {entry}: {error}") from error
+    return kernel

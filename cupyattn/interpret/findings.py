@@ -14,7 +14,7 @@ KINDS = {
     "never written": "a read of memory that nothing has written",
     "in flight": "an access to what an asynchronous copy or matrix product is still at work on",
     "race": "two threads touch one word, one of them writes, and nothing orders them",
-    "invalid operand": "a barrier, a count of threads or of registers that the hardware has not",
+    "invalid operand": "a barrier, count of threads or registers, or divisor that is not allowed",
     "divergence": "a warp instruction that not all the lanes it names execute together",
     "deadlock": "lanes that wait for others which never come",
     "no end": "a launch that goes on past the limit of steps",

@@ -131,22 +131,26 @@ def multiply_add(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def _divide(a: Array, b: Array) -> tuple[Array, Array]:
-    """Quotient toward zero and remainder; division by zero gives all ones and the dividend.
+    """Quotient toward zero and remainder; both are all ones if the divisor is 0.
 
-    PTX leaves division by zero undefined; this is the result of the hardware's unsigned division.
+    PTX leaves division by zero unspecified. This is what the machine code of ptxas 13 returns for
+    all six types, on sm_80 and sm_90: it replaces both results by -1 afterwards.
     """
     if a.dtype.kind == "i":
         bits = f"u{a.dtype.itemsize}"
         quotient, remainder = _divide(np.abs(a).view(bits), np.abs(b).view(bits))
-        negative = np.logical_and(np.less(np.bitwise_xor(a, b), 0), np.not_equal(b, 0))
+        by_zero = np.equal(b, 0)
+        negative = np.logical_and(np.less(np.bitwise_xor(a, b), 0), ~by_zero)
         signed: Array = np.where(negative, np.negative(quotient), quotient)
-        rest: Array = np.where(a < 0, np.negative(remainder), remainder)
+        negative = np.logical_and(np.less(a, 0), ~by_zero)
+        rest: Array = np.where(negative, np.negative(remainder), remainder)
         return signed.view(a.dtype), rest.view(a.dtype)
     quotient = np.floor_divide(a, b)
+    remainder = np.subtract(a, np.multiply(quotient, b))
     if np.count_nonzero(b) != np.size(b):
-        quotient = np.where(np.equal(b, 0), np.iinfo(a.dtype).max, quotient)
-        return quotient, np.where(np.equal(b, 0), a, np.subtract(a, np.multiply(quotient, b)))
-    return quotient, np.subtract(a, np.multiply(quotient, b))
+        ones = np.iinfo(a.dtype).max
+        quotient, remainder = (np.where(np.equal(b, 0), ones, x) for x in (quotient, remainder))
+    return quotient, remainder
 
 
 def divide(modifiers: tuple[str, ...]) -> Operation | None:

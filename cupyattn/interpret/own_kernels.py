@@ -145,7 +145,7 @@ def launch(
     cupyattn.interpret.observe : Counts, bank conflicts, traces and stops of this launch.
     """
     module, ptx = _read(source, arch, tuple((defines or {}).items()))
-    ready = program(ptx, _entry(entry, entry_points(ptx)))
+    ready = program(ptx, entry_name(entry, ptx))
     if cluster is not None:
         ready = _clustered(ready, cluster)
     geometry = Geometry(extents(grid), extents(block), shared_bytes)
@@ -166,8 +166,8 @@ def _read(
     source: str | Path | bytes, arch: str | None, defines: tuple[tuple[str, int], ...]
 ) -> tuple[ModuleSpec | None, str]:
     """Return the module of a source file, or None for other sources, and the PTX."""
-    data = source if isinstance(source, str) else _text(source)
-    if _PTX.match(data):
+    data = source if isinstance(source, str) else text_of(source)
+    if is_ptx(data):
         return None, _text_alone(data, arch, defines)
     arch = arch or LEAST_ARCH
     if isinstance(source, Path):
@@ -180,7 +180,7 @@ def _read(
     return None, compiler.translate(ModuleSpec(TEXT_NAME, defines), arch, data).ptx
 
 
-def _text(source: Path | bytes) -> str:
+def text_of(source: Path | bytes) -> str:
     """Return the source or PTX that a file or its contents hold."""
     try:
         data = source.read_bytes() if isinstance(source, Path) else source
@@ -191,6 +191,11 @@ def _text(source: Path | bytes) -> str:
     except UnicodeDecodeError:
         what = str(source) if isinstance(source, Path) else "the source"
         raise ValueError(f"{what} is neither text nor a fatbin") from None
+
+
+def is_ptx(text: str) -> bool:
+    """Whether a text is PTX rather than CUDA C++."""
+    return _PTX.match(text) is not None
 
 
 def _text_alone(ptx: str, arch: str | None, defines: tuple[tuple[str, int], ...]) -> str:
@@ -204,8 +209,15 @@ def _text_alone(ptx: str, arch: str | None, defines: tuple[tuple[str, int], ...]
     return ptx
 
 
-def _entry(name: str, known: Sequence[str]) -> str:
-    """Return the name in the PTX of a kernel that may be given by its C++ name."""
+def entry_name(name: str, ptx: str) -> str:
+    """Return the name in the PTX of a kernel that may be given by its C++ name.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel, or several.
+    """
+    known = entry_points(ptx)
     if name in known:
         return name
     inner = f"{len(name)}{name}"

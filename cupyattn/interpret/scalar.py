@@ -9,9 +9,9 @@ import numpy as np
 
 from cupyattn.interpret import alu
 from cupyattn.interpret.memory import WINDOWS
-from cupyattn.interpret.operation import Operation
+from cupyattn.interpret.operation import DTYPES, Operation
 from cupyattn.interpret.ptx import Address, Instruction, Operand, Pair, Special, Symbol, Vector
-from cupyattn.interpret.semantics import Execute, instruction, reader, writer
+from cupyattn.interpret.semantics import Execute, Read, instruction, reader, writer
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -27,7 +27,26 @@ def arithmetic(inst: Instruction) -> Execute | None:
     operation = alu.lookup(inst.opcode, inst.modifiers, len(results))
     if operation is None or len(sources) != len(operation.sources):
         return None
-    return _evaluate(operation, sources, results)
+    execute = _evaluate(operation, sources, results)
+    if inst.opcode in ("div", "rem") and DTYPES[operation.sources[1]].kind in "iu":
+        return _after_divisor(reader(sources[1], operation.sources[1]), execute)
+    return execute
+
+
+def _after_divisor(read: Read, execute: Execute) -> Execute:
+    """Report a divisor of 0 before the instruction does anything.
+
+    PTX ISA, "div" and "rem": division by zero yields an unspecified value.
+    """
+
+    def checked(machine: Machine, lanes: Lanes) -> None:
+        zero = read(machine) == 0
+        if zero.any() and (bad := machine.each(zero)[lanes.index]).any():
+            message = "an integer is divided by 0, whose result PTX leaves unspecified"
+            machine.report("invalid operand", message, lanes.index, bad)
+        execute(machine, lanes)
+
+    return checked
 
 
 def _evaluate(

@@ -154,12 +154,14 @@ class Break(Observer):
         self.file, self.line, self.callback = file, line, callback
         self.stops = 0
         self._found = False
+        self._kernels: set[str] = set()
         self._known: set[tuple[str, int]] = set()
         self._runs: dict[int, tuple[int, int]] = {}
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
         """Find the line in a kernel."""
         here = []
+        self._kernels.add(program.kernel.name)
         for index, step in enumerate(program.steps):
             location = step.instruction.location
             places = set() if location is None else _places(location.chain())
@@ -193,8 +195,13 @@ class Break(Observer):
 
     def finish(self) -> None:
         """Raise if no kernel has such a line."""
-        if self._found or not self._known:
+        if self._found or not self._kernels:
             return
+        if not self._known:
+            raise ValueError(
+                f"the PTX of {', '.join(sorted(self._kernels))} has no line information, so that "
+                f"nothing can stop at {self.file}:{self.line}: compile with -lineinfo"
+            )
         lines = sorted(line for file, line in self._known if self._is_file(file))
         if not lines:
             files = ", ".join(sorted({file for file, _ in self._known}))

@@ -1,4 +1,8 @@
-"""Instructions of the lanes of a warp together: exchanges, votes, and tensor cores."""
+"""Instructions of the lanes of a warp together: exchanges, votes, and tensor cores.
+
+None of them orders accesses to memory: the CUDA C++ Programming Guide says that exchanges and votes
+"do not imply a memory barrier", and the PTX ISA promises an order for ``bar.warp.sync`` alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from cupyattn.interpret.ordering import WARP, Bools, Ints
 from cupyattn.interpret.ptx import Instruction, Operand, Pair, Sink
 from cupyattn.interpret.semantics import (
     ACCESSES,
-    Execute,
     Read,
     Step,
     Write,
@@ -30,16 +33,6 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
 
 Bits = npt.NDArray[np.uint32]
-
-
-def _after_meeting(execute: Execute) -> Execute:
-    """Order the lanes that take part before the instruction does anything."""
-
-    def met(machine: Machine, lanes: Lanes) -> None:
-        machine.met(lanes)
-        execute(machine, lanes)
-
-    return met
 
 
 def _by_warp(machine: Machine, values: Values) -> Values:
@@ -92,7 +85,7 @@ def shuffle(inst: Instruction) -> Step | None:
         write(machine, machine.each(read(machine))[place], lanes)
         write_valid(machine, valid, lanes)
 
-    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+    return Step(inst, execute, together=reader(members, "u32"))
 
 
 @instruction("vote")
@@ -117,7 +110,7 @@ def vote(inst: Instruction) -> Step | None:
             result = (true == 0) | (true == lanes.bits)
         write(machine, np.repeat(result, WARP), lanes)
 
-    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+    return Step(inst, execute, together=reader(members, "u32"))
 
 
 @instruction("match")
@@ -143,7 +136,7 @@ def match(inst: Instruction) -> Step | None:
             found = np.where(everybody, found, np.uint32(0))
         write(machine, found.ravel(), lanes)
 
-    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+    return Step(inst, execute, together=reader(members, "u32"))
 
 
 _REDUCTIONS: dict[str, Callable[..., Values]] = {
@@ -176,7 +169,7 @@ def reduce(inst: Instruction) -> Step | None:
             )
         write(machine, result, lanes)
 
-    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+    return Step(inst, execute, together=reader(members, "u32"))
 
 
 @instruction("elect")
@@ -193,7 +186,7 @@ def elect(inst: Instruction) -> Step | None:
         write(machine, leader.astype(np.uint32), lanes)
         write_elected(machine, machine.thread % WARP == leader, lanes)
 
-    return Step(inst, _after_meeting(execute), together=reader(members, "u32"))
+    return Step(inst, execute, together=reader(members, "u32"))
 
 
 # ---- tensor cores --------------------------------------------------------------------------------
@@ -238,7 +231,7 @@ def matrix_multiply(inst: Instruction) -> Step | None:
     def execute(machine: Machine, lanes: Lanes) -> None:
         write(machine, multiply(*(read(machine, lanes.warps) for read in reads)), lanes)
 
-    return Step(inst, _after_meeting(execute), together=whole_warp)
+    return Step(inst, execute, together=whole_warp)
 
 
 def matrix_tiles(inst: Instruction) -> tuple[int, bool] | None:
@@ -271,7 +264,7 @@ def load_matrix(inst: Instruction) -> Step | None:
         rows = access.load_rows(machine, addresses(machine)[index], index)
         write(machine, tensor_core.ldmatrix(rows.reshape(-1, 8 * count, 4), transposed), lanes)
 
-    return Step(inst, _after_meeting(execute), together=whole_warp)
+    return Step(inst, execute, together=whole_warp)
 
 
 @instruction("movmatrix")
@@ -286,7 +279,7 @@ def move_matrix(inst: Instruction) -> Step | None:
         turned = np.ascontiguousarray(tiles.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
         write(machine, turned, lanes)
 
-    return Step(inst, _after_meeting(execute), together=whole_warp)
+    return Step(inst, execute, together=whole_warp)
 
 
 @instruction("stmatrix")
@@ -304,4 +297,4 @@ def store_matrix(inst: Instruction) -> Step | None:
         rows = tensor_core.stmatrix(read(machine, lanes.warps), transposed)
         access.store_rows(machine, addresses(machine)[index], rows.reshape(-1, 4), index)
 
-    return Step(inst, _after_meeting(execute), together=whole_warp)
+    return Step(inst, execute, together=whole_warp)

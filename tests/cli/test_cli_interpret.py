@@ -126,8 +126,8 @@ def test_stops_show_registers_and_members(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "message"),
     [
         (["fb"], "variant must be one of"),
-        (["mine.cu"], "no mine.toml, which describes the launch"),
-        (["mine.cu"], "`cupyattn verify FILE.cu` checks a copy of a variant"),
+        (["mine.cu"], "cannot read mine.cu"),
+        (["mine.ptx"], "no mine.toml, which describes the launch"),
         (["fa", "--len", "-1"], "--len must be at least 1, got -1"),
         (["fa", *SMALL, "--break", "attn_fa.cu"], "takes FILE:LINE"),
         (["fa", *SMALL, "--break", "attn_fa.cu:1"], "no instruction comes from attn_fa.cu:1"),

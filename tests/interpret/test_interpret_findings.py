@@ -52,12 +52,13 @@ class Case:
     block: int = THREADS
     grid: int = 1
     arguments: Callable[[], list[np.ndarray]] = arrays
+    arch: str | None = None
 
     def run(self, folder: Path, **macros: int) -> Any:
         """Run the kernel and return y."""
         return run(
             folder, self.body, block=self.block, grid=self.grid, arguments=self.arguments(),
-            **macros,
+            arch=self.arch, **macros,
         )  # fmt: skip
 
     def fault(self, folder: Path) -> Finding:

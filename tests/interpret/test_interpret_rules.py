@@ -136,6 +136,20 @@ def test_a_barrier(rule: Rule, tmp_path: Path) -> None:
     check_faulty(rule, caught.value)
 
 
+@pytest.mark.parametrize("operator", "/%")
+@pytest.mark.parametrize("kind", ["int", "uint32_t", "int64_t", "uint64_t"])
+def test_a_divisor_of_zero(operator: str, kind: str, tmp_path: Path) -> None:
+    """x - 2 is 0 in lane 1; lanes that do not divide may hold any divisor."""
+    divided = f"  y[i] = {kind}(7) {operator} {kind}(x[i] - 2);\n"
+    y = run(tmp_path, f"if (x[i] != 2) {{ {divided} }}")
+    assert y[1] == 0 and y[2] == (7 if operator == "/" else 0)
+    with pytest.raises(KernelFault) as caught:
+        run(tmp_path, divided)
+    finding = caught.value.finding
+    assert finding.kind == "invalid operand" and "divided by 0" in finding.message
+    assert (finding.lane, finding.lanes) == (1, 1)
+
+
 def test_a_barrier_counts_whole_warps(tmp_path: Path) -> None:
     """A block of 40 threads is two warps: both make up 64 threads."""
     body = """

@@ -38,6 +38,8 @@ work_tile(const AttnParams& p, const Sequences<VARLEN>& sequences, int sequence,
 // Tells the compiler that a tile is the same in every lane: it cannot infer this through the stages
 // of a ring.
 __device__ __forceinline__ WorkTile uniform(WorkTile tile) {
+  // Every lane has read the tile before one of them gives its place back; shuffles order nothing.
+  __syncwarp();
   return {uniform<VARLEN>(tile), uniform(tile.q0),    uniform(tile.head), uniform(tile.batch),
           uniform(tile.steps),   uniform(tile.first), uniform(tile.slot), uniform(tile.head_kv)};
 }

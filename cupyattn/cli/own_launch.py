@@ -1,0 +1,144 @@
+"""A kernel in a file whose launch a TOML file describes: what the commands that run it share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyattn import distributions, interpret
+from cupyattn.cli import launch_file
+from cupyattn.cli.launch_file import LaunchFile
+from cupyattn.kernels.features import DTYPES
+from cupyattn.measure import rungs
+from cupyattn.problem.settings import check_attention
+from cupyattn.testing import judge, numerics
+from cupyattn.testing.report import Report
+
+#: Suffixes of files with kernels; a cubin is refused by name.
+KERNEL_FILES = (".cu", ".ptx", ".fatbin", ".cubin")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the option that names the description, and return its group."""
+    group = parser.add_argument_group("a kernel in a file, with a description of its launch")
+    group.add_argument(
+        "--launch", metavar="FILE", help="its launch in TOML (default: beside it, as NAME.toml)"
+    )
+    return group
+
+
+def description_of(args: argparse.Namespace, options: Sequence[str]) -> Path | None:
+    """Return the description of the launch of a kernel in a file.
+
+    Parameters
+    ----------
+    args : argparse.Namespace
+        ``variant``, ``launch`` and ``arguments``.
+    options : sequence of str
+        Options that the command takes beside a description.
+
+    Returns
+    -------
+    Path or None
+        None for a rung, and for a ``.cu`` file without a description, which is a copy of a rung.
+
+    Raises
+    ------
+    ValueError
+        For an option that only a rung takes, or a description without a file.
+    """
+    path = Path(args.variant or "")
+    if path.suffix not in KERNEL_FILES:
+        if args.launch:
+            raise ValueError(f"--launch is for a kernel in a file, got {path}: leave it out")
+        return None
+    beside = path.with_suffix(".toml")
+    if not args.launch and path.suffix == ".cu" and not beside.is_file():
+        return None
+    for text in args.arguments:
+        name = text.partition("=")[0]
+        if name.startswith("--") and not any(known.startswith(name) for known in options):
+            raise ValueError(
+                f"{name} is for a rung of the ladder: arrays and numbers of a kernel in a file "
+                "stand in its .toml"
+            )
+    return Path(args.launch) if args.launch else beside
+
+
+def read(description: Path, arch: str | None = None) -> LaunchFile:
+    """Read a description; `arch` replaces its own.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be read, or naming the field that is wrong.
+    """
+    given = launch_file.read(description)
+    if arch:
+        given.settings["arch"] = arch
+    return given
+
+
+def run_interpreted(path: Path, given: LaunchFile) -> None:
+    """Run a kernel in the interpreter; its arrays receive the results."""
+    interpret.launch(path, given.entry, given.grid, given.block, given.args, **given.settings)
+
+
+def judge_arrays(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
+    """Compare the output of a kernel in a file with the bound of the rounding that it states."""
+    tensors = {name: arrays[judged[name]] for name in launch_file.TENSORS if name in judged}
+    words = {name: judged[name] for name in launch_file.NUMERICS if name in judged}
+    options = {name: judged[name] for name in launch_file.OPTIONS if name in judged}
+    return judge(**tensors, numerics=numerics(**words), **options)
+
+
+def judged_table(description: Path, given: LaunchFile) -> dict[str, Any]:
+    """Return the table ``[judge]``, which `verify` cannot do without."""
+    if given.judged is None:
+        raise ValueError(
+            f"{description} has no table [judge], which names q, k, v, o and what the kernel "
+            "rounds: add it, or look for faults of memory alone with cupyattn interpret"
+        )
+    return given.judged
+
+
+def draw(given: LaunchFile, judged: dict[str, Any], distribution: str, seed: int) -> None:
+    """Fill q, k and v of a launch with data of a distribution.
+
+    Raises
+    ------
+    ValueError
+        If they are no floats of one type, or their shapes are not those of attention.
+    """
+    q, k, v = (given.arrays[judged[name]] for name in "qkv")
+    dtypes = {x.dtype.name for x in (q, k, v)}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        raise ValueError(
+            f"verify draws q, k and v of one type out of {', '.join(DTYPES)}, got "
+            f"{', '.join(sorted(dtypes))}: cupyattn interpret runs the arrays as described"
+        )
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(
+            "verify draws q, k and v of (batch, heads, length, head_dim), k and v alike, got "
+            f"{q.shape}, {k.shape} and {v.shape}"
+        )
+    drawn = distributions.make(
+        distribution, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype.name,
+        seed, k.shape[1],
+    )  # fmt: skip
+    for array, values in zip((q, k, v), drawn, strict=True):
+        writeable = array.flags.writeable
+        array.flags.writeable = True
+        array[...] = values
+        array.flags.writeable = writeable
+
+
+def operations(arrays: dict[str, Any], judged: dict[str, Any]) -> int:
+    """Return the floating-point operations of attention, masked pairs left out."""
+    q, k, v = (arrays[judged[name]] for name in "qkv")
+    call = check_attention(
+        q, k, v, **{name: judged[name] for name in launch_file.OPTIONS if name in judged}
+    )
+    return 4 * call.head_dim * call.batch * call.heads * rungs.admitted_pairs(call)
