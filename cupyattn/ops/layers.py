@@ -9,32 +9,47 @@ from typing import Any, NamedTuple
 from cupyattn.arrays.described import Described
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.gemm import GEMM, GemmSettings
+from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
 from cupyattn.ops.operation import Operation, problem_of, run
+from cupyattn.plans.norm_quant import VECTORS
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.problem.problem import Problem
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 
 #: The first architecture on which launches overlap.
 OVERLAPPING = "sm_90"
+#: The operations that make codes of rows, by name.
+_OPERATIONS: dict[str, Operation] = {one.name: one for one in (ACT_QUANT, NORM_QUANT)}
 #: Results of quantising, by their names in products.
 _CODES = {"codes": "a", "scales": "a_scales"}
 
 
 class LayersSettings(NamedTuple):
-    """Settings of several layers: the activation of each, and arguments of `int8_gemm`."""
+    """Settings of several layers: the activation of each, and arguments of `int8_gemm`.
+
+    `before` is what happens to rows before they are quantised; its backend is that of the layers.
+    """
 
     out_dtype: str
     activations: tuple[str, ...]
     arch: str | None
     backend: str | None
+    before: NormQuantSettings | None = None
+
+
+def rotation_before(rotate: str | None) -> NormQuantSettings | None:
+    """Return what happens to rows of which no more is known than that they are rotated."""
+    return None if rotate is None else NormQuantSettings(None, None, rotate, EPS, "channel", None)
 
 
 class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
-    Its arrays are "x", and the arrays of each product, whose names end in the number of the layer:
-    "b0", "b_scales0", and so on. If given, "c0" receives the result. Between the launches, codes
-    and their scales are in scratch memory.
+    Its arrays are "x", vectors of `norm_quant` by their names, and the arrays of each product,
+    whose names end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0"
+    receives the result. Between the launches, codes and their scales are in scratch memory.
     """
 
     name = "int8_layers"
@@ -43,11 +58,16 @@ class _Layers(Operation):
     def resolve(self, settings: LayersSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the activations, and the products of codes of their shape."""
         x = arrays["x"]
-        strategy = strategy_of_weight(arrays["b0"].shape, arrays["b_scales0"].shape)
-        asked = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
-        codes: Problem = problem_of(ACT_QUANT, asked, {"x": x})
-        blocks = 1 if strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)
-        shapes = {"a": (x.shape, "int8"), "a_scales": ((*x.shape[:-1], blocks), "float32")}
+        if settings.before is None:
+            strategy = strategy_of_weight(arrays["b0"].shape, arrays["b_scales0"].shape)
+            channels = x.shape[-1]
+        else:
+            strategy = settings.before.strategy
+            channels = columns_of(x.shape[-1], settings.before.activation or "")
+        codes = _codes_of(settings, arrays, strategy)
+        blocks = 1 if strategy == "channel" else -(-channels // BLOCK_SIZE)
+        shapes = {"a": ((*x.shape[:-1], channels), "int8")}
+        shapes["a_scales"] = (*x.shape[:-1], blocks), "float32"
         between = {n: Described.contiguous(n, *form, x.device) for n, form in shapes.items()}
         products: list[Problem] = []
         operands = dict(codes.operands)
@@ -80,7 +100,7 @@ class _Layers(Operation):
     def plan(self, problem: Problem) -> Work:
         """Return the launch that quantises, and one launch for each product."""
         codes, products = problem.settled
-        (quantise,) = ACT_QUANT.plan(codes).stages
+        (quantise,) = _OPERATIONS[codes.what].plan(codes).stages
         stages = [Stage(quantise.plan, _CODES)]
         for number, product in enumerate(products):
             (multiply,) = GEMM.plan(product).stages
@@ -100,7 +120,8 @@ class _Layers(Operation):
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the products with NumPy; return those that no array receives."""
         codes, products = problem.settled
-        made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes, arrays).items()}
+        found = _OPERATIONS[codes.what].mirror(codes, arrays)
+        made = {_CODES[name]: x for name, x in found.items()}
         results: dict[str, Any] = {}
         for number, product in enumerate(products):
             rows = {name: x.reshape(product.operands[name].shape) for name, x in made.items()}
@@ -111,6 +132,21 @@ class _Layers(Operation):
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> list[Any]:
         """Return the results, each in the array that received it, if there is one."""
         return [x for name, x in {**results, **arrays}.items() if name.startswith("c")]
+
+
+def _codes_of(
+    settings: LayersSettings, arrays: Mapping[str, Described], strategy: str
+) -> Problem:
+    """Return how rows become codes."""
+    x, before = arrays["x"], settings.before
+    if before is None:
+        asked = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
+        plain: Problem = problem_of(ACT_QUANT, asked, {"x": x})
+        return plain
+    given = {"x": x, **{name: arrays[name] for name in VECTORS if name in arrays}}
+    own = before._replace(backend=settings.backend)
+    prepared: Problem = problem_of(NORM_QUANT, own, given)
+    return prepared
 
 
 def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -130,6 +166,7 @@ def interpret_layer(
     out_dtype: str,
     *,
     activation: str | None = None,
+    rotate: str | None = None,
     arch: str | None = None,
     out: Any = None,
     **operands: Any,
@@ -143,6 +180,8 @@ def interpret_layer(
         As for `cupyattn.Int8Linear`.
     out_dtype, activation, out, **operands
         As for `cupyattn.int8_gemm`.
+    rotate : str, optional
+        As for `cupyattn.norm_quant`.
     arch : str, optional
         Defaults to the first architecture on which launches overlap.
 
@@ -153,5 +192,7 @@ def interpret_layer(
     arrays = {"x": x, "b0": codes, "b_scales0": scales}
     operands |= {"c": out}
     arrays |= {f"{name}0": array for name, array in operands.items() if array is not None}
-    settings = LayersSettings(out_dtype, (activation or "",), arch or OVERLAPPING, "interpret")
+    settings = LayersSettings(
+        out_dtype, (activation or "",), arch or OVERLAPPING, "interpret", rotation_before(rotate)
+    )
     return run(LAYERS, settings, arrays)[0]

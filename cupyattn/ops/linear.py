@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import is_cupy, on_host, take, taken
 from cupyattn.arrays.kinds import STORAGE, array_namespace, as_float64, as_host_array
+from cupyattn.bounds.norm_quant import norm_quant_error
 from cupyattn.bounds.products import gated_error, gemm_error
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.compiler.architectures import check_arch
@@ -19,11 +20,16 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.layers import interpret_layer
+from cupyattn.ops.norm_quant import norm_quant
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
+from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
+from cupyattn.quant.rotation import arranged, check_rotation, rotated
+from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.gemm import by_row
+from cupyattn.reference.norm_quant import Vectors
 
 Array = Any
 Float64 = npt.NDArray[np.float64]
@@ -56,6 +62,10 @@ class Int8Linear:
         codes in `codes` are multiplied by zeros.
     outlier_weight : array, (out, outliers), float16 or bfloat16, optional
         These columns of W.
+    rotate : {None, "hadamard", "hadamard_contiguous"}
+        The codes are of `cupyattn.quant.rotated` (W, rotate), and x is rotated in each call, which
+        spreads outlier channels. Only with scales of channels. The last, for files of others,
+        moves the channels of x first.
     block_size : int
         Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
@@ -66,7 +76,8 @@ class Int8Linear:
     TypeError, ValueError
         For arrays that do not fit together.
     UnsupportedError
-        For another `block_size`, and for outliers beside scales of channels.
+        For another `block_size`, for outliers beside scales of channels, and for `rotate` beside
+        scales of blocks or with a number of channels that 64 does not divide.
 
     Notes
     -----
@@ -97,6 +108,7 @@ class Int8Linear:
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_weight: Array | None = None,
+        rotate: str | None = None,
         block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
@@ -109,11 +121,11 @@ class Int8Linear:
             scales = scales.astype(np.float32, copy=False)
         if bias is not None:
             bias, _ = take("bias", bias, of_parameter=True)
-        settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
+        settings = LayerSettings(activation, outlier_columns, block_size, arch, backend, rotate)
         columns = check_layer(LayerArrays(codes, scales, bias, outlier_weight), settings)
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
-        self.strategy = strategy_of_weight(codes.shape, scales.shape)
-        self.arch, self.backend = arch, backend
+        self.strategy = strategy_of_layer(codes.shape, scales.shape, rotate)
+        self.arch, self.backend, self.rotate = arch, backend, rotate
         self.outlier_columns, self.outlier_weight = columns, None
         if outlier_weight is not None:
             xp, shape = array_namespace(codes, outlier_weight), outlier_weight.shape
@@ -129,6 +141,7 @@ class Int8Linear:
         bias: Array | None = None,
         *,
         strategy: str = "block",
+        rotate: str | None = None,
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -144,6 +157,8 @@ class Int8Linear:
         strategy : {"block", "channel"}
             The group that shares a scale: 128 x 128 elements of the weight and 128 channels of a
             row of x, or an output channel and a row of x.
+        rotate : {None, "hadamard", "hadamard_contiguous"}
+            As for `Int8Linear`: the weight is rotated before it is quantised, in the same pass.
         bias, activation, outlier_columns
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
@@ -167,6 +182,7 @@ class Int8Linear:
             outlier_dtype = "float16" if weight.dtype == np.float16 else "bfloat16"
         if outlier_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"outlier_dtype must be float16 or bfloat16, got {outlier_dtype!r}")
+        check_rotation(rotate, weight.shape[1], strategy)
         columns = _columns(outlier_columns, weight.shape[1])
         kept = None
         if columns.size:
@@ -175,8 +191,9 @@ class Int8Linear:
             weight = weight.copy()
             weight[:, index] = 0
         return cls(
-            *weight_quant(weight, strategy=strategy), bias, activation=activation,
-            outlier_columns=columns.tolist(), outlier_weight=kept, arch=arch, backend=backend,
+            *quantised_weight(weight, strategy, rotate), bias, activation=activation,
+            outlier_columns=columns.tolist(), outlier_weight=kept, rotate=rotate, arch=arch,
+            backend=backend,
         )  # fmt: skip
 
     def __call__(
@@ -221,7 +238,7 @@ class Int8Linear:
         y = quantised_product(
             x, self.codes, self.scales, x.dtype.name if out_dtype is None else out_dtype,
             bias=self.bias, activation=self.activation, outliers=outliers, residual=residual,
-            gate=gate, arch=self.arch if arch is None else arch,
+            gate=gate, rotate=self.rotate, arch=self.arch if arch is None else arch,
             backend=self.backend if backend is None else backend,
         )  # fmt: skip
         return as_given(y)
@@ -260,7 +277,8 @@ class Int8Linear:
         Let Δ be the error of a code [L14], or of 16 bits in an outlier column. The errors of the
         operands contribute ``|x| Δw + Δx (|w| + Δw)``, summed over k. An activation multiplies this
         by its slope; a gated linear unit changes it to `gated_error` of both halves. The product
-        adds `gemm_error`. docs/MATH_REFERENCE.md [L42].
+        adds `gemm_error`. docs/MATH_REFERENCE.md [L42]. With `rotate` all of this holds for rotated
+        rows of x and W, whose codes are bounded by [L82].
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)
@@ -271,7 +289,10 @@ class Int8Linear:
         columns = columns_of(of_w.shape[0], self.activation or "")
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
-        if outlier_weight is None:
+        if self.rotate is not None:
+            rows, weight = (arranged(one, self.rotate) for one in (rows, weight))
+            (codes, scales), outliers = norm_quant(rows, rotate="hadamard"), None
+        elif outlier_weight is None:
             (codes, scales), outliers = act_quant(rows, strategy=self.strategy), None
         else:
             place, dtype = places(kept, of_w.shape[1]), outlier_weight.dtype.name
@@ -288,7 +309,12 @@ class Int8Linear:
         if self.strategy == "block":
             step_x = _spread(scales, size_x.shape, across=False)
             step_w = _spread(scales_of_w, size_w.shape, across=True)
-        error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
+        if self.rotate is None:
+            error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
+        else:
+            size_x, size_w = (abs(rotated(one)) for one in (rows, weight))
+            error_x = norm_quant_error(rows, scales, _ROTATION, Vectors())
+            error_w = norm_quant_error(weight, scales_of_w, _ROTATION, Vectors())
         if outliers is not None:
             for error, exact, made in (
                 (error_x, rows, outliers[0]),
@@ -315,6 +341,28 @@ class Int8Linear:
         return as_given(xp.asarray(up))
 
 
+#: What a rotated layer does to its rows before they are quantised.
+_ROTATION = RowSteps(None, "", "hadamard", EPS, "channel")
+
+
+def quantised_weight(
+    weight: Array, strategy: str, rotate: str | None, backend: str | None = None
+) -> tuple[Array, Array]:
+    """Return codes and scales of a weight: `weight_quant`, or with a rotation `norm_quant`.
+
+    Parameters
+    ----------
+    weight : array, (out, in)
+    strategy, rotate
+        As for `Int8Linear.from_weight`.
+    backend : str, optional
+    """
+    check_rotation(rotate, weight.shape[1], strategy)
+    if rotate is None:
+        return weight_quant(weight, strategy=strategy, backend=backend)
+    return norm_quant(arranged(weight, rotate), rotate="hadamard", backend=backend)
+
+
 class Outliers(NamedTuple):
     """Columns of x that a layer keeps in 16 bits."""
 
@@ -333,6 +381,7 @@ def quantised_product(
     out_dtype: str,
     *,
     outliers: Outliers | None = None,
+    rotate: str | None = None,
     backend: str | None = None,
     **options: Any,
 ) -> Array:
@@ -346,6 +395,8 @@ def quantised_product(
         As for `Int8Linear`.
     out_dtype : {"float16", "bfloat16", "float32"}
     outliers : Outliers, optional
+    rotate : str, optional
+        As for `Int8Linear`.
     backend : str, optional
     **options
         The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, out.
@@ -355,9 +406,12 @@ def quantised_product(
     array, (..., out), out_dtype
     """
     kept = None
+    x, pass_rotates = arranged(x, rotate), None if rotate is None else "hadamard"
     if outliers is None and choose(backend, is_cupy(x)) == "interpret":  # as models launch them
-        return interpret_layer(x, codes, scales, out_dtype, **options)
-    if outliers is None:
+        return interpret_layer(x, codes, scales, out_dtype, rotate=pass_rotates, **options)
+    if rotate is not None:
+        codes_x, scales_x = norm_quant(x, rotate=pass_rotates, backend=backend)
+    elif outliers is None:
         strategy = strategy_of_weight(codes.shape, scales.shape)
         codes_x, scales_x = act_quant(x, strategy=strategy, backend=backend)
     else:
@@ -404,6 +458,7 @@ class LayerSettings(NamedTuple):
     block_size: int
     arch: str | None
     backend: str | None
+    rotate: str | None = None
 
 
 def check_bias(bias: Any, codes: Any) -> None:
@@ -412,6 +467,14 @@ def check_bias(bias: Any, codes: Any) -> None:
         raise ValueError(
             f"bias must have shape {tuple(codes.shape[:1])}, got {tuple(bias.shape)}"
         )
+
+
+def strategy_of_layer(
+    shape: tuple[int, ...], scales_shape: tuple[int, ...], rotate: str | None
+) -> str:
+    """Return what shares a scale. A single block counts as a channel if it may be rotated."""
+    by_row = rotate is not None and tuple(scales_shape) == (shape[0], 1)
+    return "channel" if by_row else strategy_of_weight(shape, scales_shape)
 
 
 def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.int32]:
@@ -423,7 +486,7 @@ def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.
         As for `Int8Linear`.
     """
     codes, scales, bias, outlier_weight = arrays
-    activation, outlier_columns, block_size, arch, backend = settings
+    activation, outlier_columns, block_size, arch, backend, rotate = settings
     if block_size != BLOCK_SIZE:
         raise UnsupportedError(
             f"products take blocks of {BLOCK_SIZE}, got block_size={block_size!r}: quantise the "
@@ -431,9 +494,10 @@ def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.
         )
     if codes.ndim != 2:
         raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
-    strategy = strategy_of_weight(codes.shape, scales.shape)
+    strategy = strategy_of_layer(codes.shape, scales.shape, rotate)
     check_codes(codes, scales, BLOCK_SIZE, strategy)
     check_activation(activation or "", codes.shape[0])
+    check_rotation(rotate, codes.shape[1], strategy)
     check_arch(arch)
     check_backend(backend)
     check_bias(bias, codes)

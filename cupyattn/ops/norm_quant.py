@@ -19,7 +19,7 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, check_eps
 from cupyattn.quant.activation import GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_strategy, check_values
-from cupyattn.quant.rotation import ROTATIONS, group_of
+from cupyattn.quant.rotation import ROTATIONS, check_rotation
 from cupyattn.quant.row_steps import NORMS, RowSteps
 from cupyattn.reference.norm_quant import Vectors, norm_quant_mirror
 
@@ -189,13 +189,7 @@ def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> R
             f"activation={activation!r} takes rows as they are, without norm, weight, bias, scale "
             f"and shift: use {GLU[activation]!r}, or normalise before the product in front"
         )
-    if settings.rotate is not None and settings.strategy != "channel":
-        raise UnsupportedError(
-            "rotate='hadamard' goes with strategy='channel', got strategy='block': rotated rows "
-            "have no outliers for blocks to hold apart"
-        )
-    if settings.rotate is not None:
-        group_of(columns_of(x.shape[-1], activation))
+    check_rotation(settings.rotate, columns_of(x.shape[-1], activation), settings.strategy)
     if not x.shape[-1]:
         raise ValueError(f"x must have channels, got shape {tuple(x.shape)}")
     check_eps("eps", settings.eps)

@@ -15,11 +15,16 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, array_namespace, as_float64
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.row_teams import RUN
 
-#: What may be said of a rotation: none, or by Hadamard matrices.
+#: What may be said of a rotation in front of a product: none, or by Hadamard matrices.
 ROTATIONS = (None, "hadamard")
+#: Groups of neighbouring channels, as other libraries have them in their files. A layer then moves
+#: the channels of its input (`spread`) before it is rotated.
+CONTIGUOUS = "hadamard_contiguous"
+#: What may be said of the rotation of a layer's weight.
+LAYER_ROTATIONS = (*ROTATIONS, CONTIGUOUS)
 #: Sizes of groups, the largest first. Of 64 and 256 the matrix is regular: signs aside, all of its
 #: rows have one sum.
 GROUPS = (256, 128, 64)
@@ -40,6 +45,28 @@ def group_of(channels: int) -> int:
         f"rotate='hadamard' takes a multiple of {GROUPS[-1]} channels, got {channels}: pad x and "
         "the weight with zeros, or use rotate=None"
     )
+
+
+def check_rotation(rotate: str | None, channels: int, strategy: str) -> None:
+    """Raise unless the weight of a layer may be rotated so.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not in `LAYER_ROTATIONS`.
+    UnsupportedError
+        For a rotation beside scales of blocks, or of channels that no group divides.
+    """
+    if rotate not in LAYER_ROTATIONS:
+        names = " or ".join(map(repr, LAYER_ROTATIONS))
+        raise ValueError(f"rotate must be {names}, got {shown(rotate)}")
+    if rotate is not None and strategy != "channel":
+        raise UnsupportedError(
+            f"rotate={rotate!r} goes with strategy='channel', got strategy={strategy!r}: rotated "
+            "rows have no outliers for blocks to hold apart"
+        )
+    if rotate is not None:
+        group_of(channels)
 
 
 def unit_of(group: int) -> np.float32:
@@ -80,7 +107,7 @@ def turned(x: Array, group: int) -> Array:
     return made.reshape(rows, channels)
 
 
-def rotated(x: Array) -> Array:
+def rotated(x: Array, rotate: str = "hadamard") -> Array:
     """Rotate the last axis of an array as ``norm_quant(..., rotate="hadamard")`` does, exactly.
 
     A weight that is to meet rotated activations is rotated so before it is quantised.
@@ -89,6 +116,9 @@ def rotated(x: Array) -> Array:
     ----------
     x : array, (..., channels), float16, bfloat16, float32 or float64
         A multiple of 64 channels. NumPy, CuPy, or anything with DLPack.
+    rotate : {"hadamard", "hadamard_contiguous"}
+        Groups are spread over the row, or consist of neighbouring channels, whose rotated numbers
+        are spread then.
 
     Returns
     -------
@@ -97,6 +127,8 @@ def rotated(x: Array) -> Array:
 
     Raises
     ------
+    ValueError
+        For another name.
     UnsupportedError
         For another number of channels.
 
@@ -112,9 +144,98 @@ def rotated(x: Array) -> Array:
     """
     (x,) = operands(x=x)
     values = as_float64(x)
+    check_rotation(rotate, values.shape[-1], "channel")
     group = group_of(values.shape[-1])
-    flat = turned(values.reshape(-1, values.shape[-1]), group) / math.sqrt(group)
-    return flat.reshape(values.shape)
+    flat = arranged(values.reshape(-1, values.shape[-1]), rotate)
+    return (turned(flat, group) / math.sqrt(group)).reshape(values.shape)
+
+
+def arranged(x: Array, rotate: str | None) -> Array:
+    """Return rows whose channels lie as a rotation of spread groups expects them."""
+    return spread(x) if rotate == CONTIGUOUS else x
+
+
+def spread(x: Array) -> Array:
+    """Move neighbours of a group so that ``rotate="hadamard"`` finds them in one group.
+
+    Parameters
+    ----------
+    x : array or Tensor, (..., channels)
+
+    Returns
+    -------
+    array or Tensor
+        Of the same shape; a copy, if there are several groups.
+
+    Examples
+    --------
+    >>> spread(np.arange(512)[None] // 256)[0, ::8][:4].tolist()  # the groups of 256 in turns
+    [0, 1, 0, 1]
+    """
+    return _exchanged(x, group_of(x.shape[-1]) // RUN, back=False)
+
+
+def gathered(x: Array) -> Array:
+    """Undo `spread`."""
+    return _exchanged(x, group_of(x.shape[-1]) // RUN, back=True)
+
+
+def matrix(places: Array) -> Array:
+    """Return the rotation of a group, up to its unit: rows times this are rotated.
+
+    Parameters
+    ----------
+    places : array or Tensor, (group,), integers
+        0 to group - 1, in this order, of the library and device of the result.
+
+    Returns
+    -------
+    array or Tensor, (group, group)
+        Of 1 and -1.
+
+    Examples
+    --------
+    >>> m = matrix(np.arange(64))
+    >>> bool((m @ m.T == 64 * np.eye(64)).all())
+    True
+    """
+    odd, both = places[:, None] * 0, places[:, None] & places
+    threes = places & places >> 1
+    for bit in range(0, 8, 2):
+        odd = odd ^ both >> bit ^ both >> bit + 1 ^ threes[:, None] >> bit
+    return 1 - 2 * (odd & 1)
+
+
+def marker(rotate: str, channels: int) -> tuple[int, int]:
+    """Return what files say of a rotation: channels of a group, and how many of them are adjacent.
+
+    Examples
+    --------
+    >>> marker("hadamard", 3072), marker("hadamard_contiguous", 3072)
+    ((256, 8), (256, 256))
+    """
+    group = group_of(channels)
+    return group, group if rotate == CONTIGUOUS else RUN
+
+
+def unrotated(w: Array, rotate: str, signs: Array) -> Array:
+    """Rotate the rows of a weight back.
+
+    Parameters
+    ----------
+    w : array or Tensor, (rows, channels), floating point
+    rotate : {"hadamard", "hadamard_contiguous"}
+    signs : array or Tensor, (group, group)
+        `matrix`, of the library and type of w.
+
+    Returns
+    -------
+    array or Tensor, (rows, channels)
+    """
+    group = signs.shape[0]
+    groups = gathered(w).reshape(-1, group) @ (signs.T / math.sqrt(group))
+    whole = groups.reshape(w.shape)
+    return whole if rotate == CONTIGUOUS else spread(whole)
 
 
 def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
@@ -129,9 +250,17 @@ def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
     return np.where(odd, np.float32(-1), np.float32(1))
 
 
+def _exchanged(x: Array, runs: int, *, back: bool) -> Array:
+    """Exchange the order of groups and of the runs of a group, along the last axis."""
+    groups = x.shape[-1] // (runs * RUN)
+    axes = (runs, groups) if back else (groups, runs)
+    parts = x.reshape(*x.shape[:-1], *axes, RUN)
+    return parts.swapaxes(-3, -2).reshape(x.shape)
+
+
 def _butterflies(x: Array, axis: int, bit: int) -> Array:
     """Return sums and differences of numbers whose places along an axis differ in a bit."""
     shape, xp = x.shape, array_namespace(x)
-    pairs = x.reshape(*shape[:axis], -1, 2, bit, *shape[axis + 1 :])
+    pairs = x.reshape(*shape[:axis], shape[axis] // (2 * bit), 2, bit, *shape[axis + 1 :])
     first, second = xp.moveaxis(pairs, axis + 1, 0)
     return xp.stack((first + second, first - second), axis=axis + 1).reshape(shape)

@@ -31,6 +31,7 @@ from cupyattn.ops.gemm import GemmSettings, check_product
 from cupyattn.plans.act_quant import padded
 from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_values, strategy_of_weight
+from cupyattn.quant.rotation import group_of, matrix, unrotated
 
 _NAME = "cupyattn_int8_linear"
 #: Arrays of a layer, the leaves of its tree.
@@ -45,6 +46,7 @@ class _Call(NamedTuple):
     out_dtype: str
     arch: str
     backend: str
+    rotate: str
     #: Types of x and of the bias ("" without one), to which gradients are rounded.
     dtypes: tuple[str, str]
 
@@ -69,6 +71,8 @@ class Int8Linear:
         Columns of x, each once, that are multiplied in 16 bits instead of being quantised.
     outlier_weight : jax.Array, (out, outliers), float16 or bfloat16, optional
         These columns of W.
+    rotate : {None, "hadamard", "hadamard_contiguous"}
+        As for `cupyattn.Int8Linear`.
     block_size : int
         Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
@@ -111,6 +115,7 @@ class Int8Linear:
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_weight: Any = None,
+        rotate: str | None = None,
         block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
@@ -123,7 +128,9 @@ class Int8Linear:
         if outlier_weight is not None:
             outlier_weight = as_array("outlier_weight", outlier_weight)
         arrays = linear.LayerArrays(codes, scales, bias, outlier_weight)
-        settings = linear.LayerSettings(activation, outlier_columns, block_size, arch, backend)
+        settings = linear.LayerSettings(
+            activation, outlier_columns, block_size, arch, backend, rotate
+        )
         columns = linear.check_layer(arrays, settings)
         self.codes, self.scales, self.bias = codes, scales, bias
         self.outlier_weight = self.places = None
@@ -132,7 +139,8 @@ class Int8Linear:
             self.outlier_weight = jnp.pad(outlier_weight, ((0, 0), (0, beside)))
             self.places = jnp.asarray(places(columns, codes.shape[1]))
         self.outlier_columns: tuple[int, ...] = tuple(columns.tolist())
-        self.activation, self.arch, self.backend = activation, arch, backend
+        self.activation, self.rotate = activation, rotate
+        self.arch, self.backend = arch, backend
 
     @classmethod
     def from_weight(
@@ -141,6 +149,7 @@ class Int8Linear:
         bias: Any = None,
         *,
         strategy: str = "block",
+        rotate: str | None = None,
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -154,7 +163,7 @@ class Int8Linear:
         weight : array, (out, in), float16, bfloat16 or float32
             JAX, NumPy, CuPy, or anything with DLPack. Not modified.
         bias : jax.Array, (out,), optional
-        strategy, activation, outlier_columns, outlier_dtype, arch, backend
+        strategy, rotate, activation, outlier_columns, outlier_dtype, arch, backend
             As for `cupyattn.Int8Linear.from_weight`.
 
         Returns
@@ -168,21 +177,22 @@ class Int8Linear:
         """
         _, as_given = take("weight", weight)
         made = linear.Int8Linear.from_weight(
-            weight, strategy=strategy, outlier_columns=outlier_columns, outlier_dtype=outlier_dtype
-        )
+            weight, strategy=strategy, rotate=rotate, outlier_columns=outlier_columns,
+            outlier_dtype=outlier_dtype,
+        )  # fmt: skip
         columns, kept = made.outlier_columns.tolist(), made.outlier_weight
         if kept is not None:
             kept = _moved(kept[:, : len(columns)].copy(), as_given)
         return cls(
             _moved(made.codes, as_given), _moved(made.scales, as_given), bias,
-            activation=activation, outlier_columns=columns, outlier_weight=kept, arch=arch,
-            backend=backend,
+            activation=activation, outlier_columns=columns, outlier_weight=kept, rotate=rotate,
+            arch=arch, backend=backend,
         )  # fmt: skip
 
     @property
     def strategy(self) -> str:
         """The groups that share a scale: "block" or "channel"."""
-        return strategy_of_weight(self.codes.shape, self.scales.shape)
+        return linear.strategy_of_layer(self.codes.shape, self.scales.shape, self.rotate)
 
     @property
     def out_features(self) -> int:
@@ -234,7 +244,7 @@ class Int8Linear:
             self.activation or "", self.outlier_columns,
             x.dtype.name if out_dtype is None else out_dtype,
             (self.arch if arch is None else arch) or "",
-            (self.backend if backend is None else backend) or "",
+            (self.backend if backend is None else backend) or "", self.rotate or "",
             (x.dtype.name, "" if bias is None else bias.dtype.name),
         )  # fmt: skip
         check_once(("jax, int8_linear", call), operands, functools.partial(_check_call, call))
@@ -243,14 +253,15 @@ class Int8Linear:
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Return arrays with their names, and the constants of the structure."""
         leaves = tuple((GetAttrKey(name), getattr(self, name)) for name in _LEAVES)
-        return leaves, (self.activation, self.outlier_columns, self.arch, self.backend)
+        fixed = self.activation, self.outlier_columns, self.arch, self.backend, self.rotate
+        return leaves, fixed
 
     @classmethod
     def tree_unflatten(cls, fixed: Any, leaves: Any) -> Int8Linear:
         """Return a layer of these leaves, which JAX may have put other things in place of."""
         layer = object.__new__(cls)
         vars(layer).update(zip(_LEAVES, leaves, strict=True))
-        layer.activation, layer.outlier_columns, layer.arch, layer.backend = fixed
+        layer.activation, layer.outlier_columns, layer.arch, layer.backend, layer.rotate = fixed
         return layer
 
 
@@ -292,6 +303,7 @@ def _apply(call: _Call, operands: dict[str, jax.Array]) -> jax.Array:
     y: jax.Array = bind(
         *operands.values(), operands=" ".join(operands), activation=call.activation,
         columns=" ".join(map(str, call.columns)), arch=call.arch, backend=call.backend,
+        rotate=call.rotate,
     )  # fmt: skip
     return y
 
@@ -336,7 +348,7 @@ _apply.defvjp(_apply_fwd, _apply_bwd, symbolic_zeros=True)
 
 
 def _dequantised(call: _Call, operands: Mapping[str, jax.Array]) -> jax.Array:
-    """Return codes times scales in float32, with the columns that were kept in 16 bits."""
+    """Return codes times scales in float32, rotated back, with columns kept in 16 bits."""
     codes, scales = operands["codes"], operands["scales"]
     if strategy_of_weight(codes.shape, scales.shape) == "block":
         rows, columns = codes.shape
@@ -345,6 +357,9 @@ def _dequantised(call: _Call, operands: Mapping[str, jax.Array]) -> jax.Array:
     if call.columns:
         kept = operands["outlier_weight"][:, : len(call.columns)].astype(jnp.float32)
         weight = weight.at[:, np.array(call.columns)].set(kept)
+    if call.rotate:
+        signs = matrix(jnp.arange(group_of(weight.shape[1]))).astype(jnp.float32)
+        weight = unrotated(weight, call.rotate, signs)
     return weight
 
 
@@ -375,7 +390,8 @@ def _multiply(operands: Mapping[str, Any], y: Any, attributes: Mapping[str, str]
         operands["x"], operands["codes"], operands["scales"], y.dtype.name, outliers=outliers,
         bias=operands.get("bias"), activation=attributes["activation"] or None,
         residual=operands.get("residual"), gate=operands.get("gate"),
-        arch=attributes["arch"] or None, backend=attributes["backend"] or None, out=y,
+        rotate=attributes["rotate"] or None, arch=attributes["arch"] or None,
+        backend=attributes["backend"] or None, out=y,
     )  # fmt: skip
 
 

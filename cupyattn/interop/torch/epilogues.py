@@ -134,8 +134,12 @@ def fuse(graph: Graph) -> None:
 
 
 def _is_layer(node: Node) -> bool:
-    found = node.target is torch.ops.cupyattn.int8_linear.default and "val" in node.meta
-    return found and len(node.args) == len(node.target._schema.arguments)
+    return node.target is torch.ops.cupyattn.int8_linear.default and "val" in node.meta
+
+
+def _arguments(layer: Node) -> tuple[Any, ...]:
+    """Return all arguments of a layer; graphs leave out those that are at their default."""
+    return *layer.args, *[None] * (len(layer.target._schema.arguments) - len(layer.args))
 
 
 def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
@@ -146,7 +150,7 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
     """
     groups: dict[Any, tuple[int, list[Node]]] = {}  # by what they share: number of the last, all
     for number, node in enumerate(layers):
-        x, weight, weight_scale, bias, _, *where = node.args
+        x, weight, weight_scale, bias, _, *where = _arguments(node)
         shapes = (tuple(_value(one).shape) for one in (weight, weight_scale))
         key = x, strategy_of_weight(*shapes), *where
         if not all(one is None or one.op in _GIVEN for one in (weight, weight_scale, bias)):
@@ -161,7 +165,7 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
 
 
 def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
-    x, weight, weight_scale, bias, _, *where = node.args
+    x, weight, weight_scale, bias, _, *where = _arguments(node)
     beside = found.residual, found.gate, found.activation
     args = x, weight, weight_scale, bias, *beside, *where
     _begin_to_compile(x, [args[1:6]], [found.activation], where)
@@ -172,12 +176,12 @@ def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
 
 def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     first = next(iter(found))
-    x, *_, arch, backend = first.args
+    x, _, _, _, _, *where = _arguments(first)
     operands = [[node.args[place] for node in found] for place in (1, 2, 3)]
     activations = [one.activation for one in found.values()]
     vals = [_value(one.end) for one in found.values()]
-    args = x, *operands, activations, arch, backend
-    _begin_to_compile(x, zip(*operands, strict=True), activations, (arch, backend))
+    args = x, *operands, activations, *where
+    _begin_to_compile(x, zip(*operands, strict=True), activations, where)
     with graph.inserting_before(first):
         made = _inserted(graph, linear_parts.layers, args, vals)
         parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]

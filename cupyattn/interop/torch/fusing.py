@@ -96,7 +96,8 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
     original = original_of(layer)
     module: Any = None if original is None else original.module
     if module is None:
-        weight = dequantised(layer.weight_codes, layer.weight_scale, layer.weight_dtype)
+        own = layer.weight_codes, layer.weight_scale, layer.weight_dtype, layer.rotate
+        weight = dequantised(*own)
     else:
         weight = module.weight.detach().to(layer.weight_codes.device, layer.weight_dtype)
     with torch.device("meta"):
@@ -109,18 +110,22 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
 def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Linear:
     """Return the INT8 layer of a fused layer, with the codes of its parts if these fill blocks."""
     first = parts[0]
-    by_channel = {part.strategy for part in parts} == {"channel"}
+    alike = len({part.rotate for part in parts}) == 1
+    by_channel = alike and {part.strategy for part in parts} == {"channel"}
     in_blocks = {part.strategy for part in parts} == {"block"}
     whole = all(len(part.weight_codes) % BLOCK_SIZE == 0 for part in parts[:-1])
     if by_channel or (in_blocks and whole):
         codes = torch.cat([part.weight_codes for part in parts])
         scales = torch.cat([part.weight_scale for part in parts])
-        layer = Int8Linear(codes, scales, linear.bias, arch=first.arch, backend=first.backend)
+        layer = Int8Linear(
+            codes, scales, linear.bias, rotate=first.rotate, arch=first.arch, backend=first.backend
+        )
         layer.weight_dtype = first.weight_dtype
     else:
         layer = Int8Linear.from_linear(
-            linear, strategy=first.strategy, arch=first.arch, backend=first.backend
-        )
+            linear, strategy=first.strategy, rotate=first.rotate, arch=first.arch,
+            backend=first.backend,
+        )  # fmt: skip
     original = original_of(first)
     if original is not None:
         home = original.name.rpartition(".")[0]

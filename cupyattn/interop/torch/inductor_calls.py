@@ -82,6 +82,8 @@ def _texts(node: Any, wrapper: Any, device: Any) -> tuple[str, str]:
     given, named = node.unflatten_args(
         [_Name(f"t{numbers[text]}") for text in references], node.constant_args
     )
+    names = [one.name for one in node.op_overload._schema.arguments[len(given) :]]
+    given = [*given, *(named.pop(name) for name in names if name in named)]  # defaults
     if named:
         raise TypeError(f"arguments by keyword: {', '.join(named)}")
     arguments = "".join(f"{wrapper.val_to_arg_str(x)}, " for x in given)

@@ -17,10 +17,18 @@ from cupyattn.interop.torch.offloading import check_readable, home_of, offload_c
 from cupyattn.interop.torch.ops import define, differentiate, how_seen, is_exported
 from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
-from cupyattn.ops.linear import LayerArrays, LayerSettings, check_given, check_layer
-from cupyattn.ops.weights import weight_quant
+from cupyattn.kernels.row_teams import RUN
+from cupyattn.ops.linear import (
+    LayerArrays,
+    LayerSettings,
+    check_given,
+    check_layer,
+    quantised_weight,
+    strategy_of_layer,
+)
 from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
+from cupyattn.quant.rotation import CONTIGUOUS, group_of, marker, matrix, unrotated
 
 
 def run(
@@ -31,9 +39,10 @@ def run(
     activation: str,
     arch: str | None,
     backend: str | None,
+    rotate: str | None = None,
 ) -> Tensor:
     """Quantise x and multiply: the operator's kernel on a CPU or a CUDA device."""
-    (y,) = multiply(x, ((weight, weight_scale, bias),), (activation,), arch, backend)
+    (y,) = multiply(x, ((weight, weight_scale, bias),), (activation,), arch, backend, rotate)
     return y
 
 
@@ -45,14 +54,14 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, weight_scale, bias, activation, *_ = inputs
+    x, weight, weight_scale, bias, activation, _, _, rotate = inputs
     if activation:
         raise UnsupportedError(
             f"the derivative for 'cupyattn::int8_linear' is not implemented with activation="
             f"{activation!r}: leave it out, and apply torch's own to the result"
         )
     ctx.save_for_backward(weight, weight_scale)
-    ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
+    ctx.rotate, ctx.dtype, ctx.bias = rotate, x.dtype, None if bias is None else bias.dtype
 
 
 def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,11 +69,12 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
     d_x = d_bias = None
     if ctx.needs_input_grad[0]:
         weight, weight_scale = ctx.saved_tensors
-        d_x = (d_y @ dequantised(weight, weight_scale, d_y.dtype)).to(ctx.dtype)
+        read = dequantised(weight, weight_scale, d_y.dtype, ctx.rotate)
+        d_x = (d_y @ read).to(ctx.dtype)
     if ctx.needs_input_grad[3]:
         rows = d_y if d_y.dim() > 1 else d_y[None]
         d_bias = rows.sum(tuple(range(rows.dim() - 1)), dtype=torch.float32).to(ctx.bias)
-    return d_x, None, None, d_bias, None, None, None
+    return d_x, None, None, d_bias, *[None] * 4
 
 
 def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
@@ -76,9 +86,17 @@ def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
     return int8_linear(first_axis(x, x_axis), *rest)
 
 
-def dequantised(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit."""
+def dequantised(
+    weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, rotate: str | None = None
+) -> Tensor:
+    """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit.
+
+    Those of a rotated weight are rotated back, in float32.
+    """
     rows, columns = weight.shape
+    if rotate is not None:
+        signs = matrix(torch.arange(group_of(columns), device=weight.device)).float()
+        return unrotated(weight.float() * weight_scale, rotate, signs).to(dtype)
     if strategy_of_weight(weight.shape, weight_scale.shape) == "channel":
         return (weight.to(torch.float32) * weight_scale).to(dtype)
     scale = weight_scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
@@ -106,7 +124,7 @@ def _form(name: str, tensor: Tensor | None) -> Described | None:
 int8_linear = define(
     "int8_linear",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, str? arch, "
-    "str? backend",
+    "str? backend, str? rotate=None",
     "Tensor", run, _fake,
 )  # fmt: skip
 differentiate(int8_linear, _derivative, _save, _join)
@@ -114,6 +132,10 @@ differentiate(int8_linear, _derivative, _save, _join)
 
 #: The names of a layer's codes in a state dict, now and formerly.
 CODES, FORMER_CODES = "weight_codes", "weight"
+#: How a rotated weight says so in a state dict: `cupyattn.quant.rotation.marker`.
+ROTATION = "weight_rotation"
+#: Buffers of a layer that keep their type when the module is converted.
+_OWN = (CODES, "weight_scale", ROTATION)
 
 
 class Int8Linear(torch.nn.Linear):
@@ -136,6 +158,8 @@ class Int8Linear(torch.nn.Linear):
         Empty: `cupyattn.Int8Linear` keeps columns in 16 bits, and takes tensors.
     outlier_weight : None
         Goes with `outlier_columns`.
+    rotate : {None, "hadamard", "hadamard_contiguous"}
+        As for `cupyattn.Int8Linear`.
     block_size : int
         Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
@@ -153,7 +177,8 @@ class Int8Linear(torch.nn.Linear):
     Constructor, `from_weight`, and `residual` and `gate` of a call are those of
     `cupyattn.Int8Linear` and `cupyattn.interop.jax.Int8Linear`. Codes and scales are the buffers
     `weight_codes` and `weight_scale`; the scales stay float32 when the module is converted. A state
-    dict with the codes under ``weight``, as in compressed-tensors, is loaded, too. A gradient goes
+    dict with the codes under ``weight``, as in compressed-tensors, is loaded, too. Of a rotated
+    weight it has `weight_rotation`, which only a layer of that rotation loads. A gradient goes
     to x and to the bias, through the weight that the codes stand for.
 
     `weight` is what other libraries read: a tensor of the type `weight_dtype`, whose numbers are
@@ -183,6 +208,7 @@ class Int8Linear(torch.nn.Linear):
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_weight: Tensor | None = None,
+        rotate: str | None = None,
         block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
@@ -196,16 +222,20 @@ class Int8Linear(torch.nn.Linear):
             _form("codes", codes), _form("scales", scales), _form("bias", bias),
             _form("outlier_weight", outlier_weight),
         )  # fmt: skip
-        settings = LayerSettings(activation, outlier_columns, block_size, arch, backend)
+        settings = LayerSettings(activation, outlier_columns, block_size, arch, backend, rotate)
         _refuse_outliers(check_layer(arrays, settings).tolist())
         self.register_buffer(CODES, codes)
         self.register_buffer("weight_scale", scales)
+        self.rotate = rotate
+        if rotate is not None:
+            mark = torch.tensor(marker(rotate, codes.shape[1]), dtype=torch.int32)
+            self.register_buffer(ROTATION, mark.to(codes.device))
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
             bias = torch.nn.Parameter(bias, requires_grad=False)
         self.register_parameter("bias", bias)
         self.out_features = columns_of(codes.shape[0], activation or "")
         self.in_features = codes.shape[1]
-        self.strategy = strategy_of_weight(codes.shape, scales.shape)
+        self.strategy = strategy_of_layer(codes.shape, scales.shape, rotate)
         self.activation, self.arch, self.backend = activation, arch, backend
         like_scales = given if given in (torch.float16, torch.bfloat16) else None
         self.weight_dtype = like_scales or torch.get_default_dtype()
@@ -224,13 +254,13 @@ class Int8Linear(torch.nn.Linear):
         codes, scales, dtype = self.weight_codes, self.weight_scale, self.weight_dtype
         if torch.compiler.is_compiling():
             check_readable(self, codes)
-            numbers = dequantised(codes, scales, dtype)
+            numbers = dequantised(codes, scales, dtype, self.rotate)
             return numbers if is_exported() else compiled_weight(numbers)
         like = torch.empty(codes.shape, dtype=dtype, device="meta")
 
         def read() -> Tensor:
             check_readable(self, codes)
-            return dequantised(codes, scales, dtype)
+            return dequantised(codes, scales, dtype, self.rotate)
 
         found = ReadOnlyWeight(like, home_of(self, codes), read)
         found.codes = codes
@@ -288,6 +318,7 @@ class Int8Linear(torch.nn.Linear):
         bias: Tensor | None = None,
         *,
         strategy: str = "block",
+        rotate: str | None = None,
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -301,7 +332,7 @@ class Int8Linear(torch.nn.Linear):
         weight : Tensor, (out, in), float16, bfloat16 or float32
             Not modified.
         bias : Tensor or Parameter, (out,), optional
-        strategy, activation, arch, backend
+        strategy, rotate, activation, arch, backend
             As for `cupyattn.Int8Linear.from_weight`.
         outlier_columns, outlier_dtype
             Left out, as for `Int8Linear`.
@@ -326,16 +357,19 @@ class Int8Linear(torch.nn.Linear):
             raise TypeError(f"weight must be a tensor, got {shown(weight)}")
         # Tensors of inference mode allow neither gradients nor loading.
         with on_device_of(weight), torch.inference_mode(mode=False):
-            made = weight_quant(as_array(weight), strategy=strategy)
+            made = quantised_weight(as_array(weight), strategy, rotate)
             codes, scales = map(as_tensor, made)
-            made = cls(codes, scales, bias, activation=activation, arch=arch, backend=backend)
+            made = cls(
+                codes, scales, bias, activation=activation, rotate=rotate, arch=arch,
+                backend=backend,
+            )  # fmt: skip
         made.weight_dtype = weight.dtype
         return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Int8Linear:
         """Move tensors, and convert all but codes and scales, as ``to`` does."""
         scale: Tensor = self.weight_scale
-        kept = {name: self._buffers[name] for name in (CODES, "weight_scale")}
+        kept = {name: self._buffers[name] for name in _OWN if name in self._buffers}
         super()._apply(fn, *args, **kwargs)
         for name, x in kept.items():
             now = self._buffers[name]
@@ -382,6 +416,8 @@ class Int8Linear(torch.nn.Linear):
             if codes is None:
                 present, absent = absent, present
             return f"{prefix}{present} needs {prefix}{absent} beside it: load both, or neither"
+        if codes is not None and (refusal := self._otherwise_rotated(state_dict, prefix)):
+            return refusal
         for name, own, given in (
             (CODES, self.weight_codes, codes), ("weight_scale", self.weight_scale, scales)
         ):  # fmt: skip
@@ -392,6 +428,19 @@ class Int8Linear(torch.nn.Linear):
                     "of that size and strategy"
                 )
         return ""
+
+    def _otherwise_rotated(self, state_dict: dict[str, Any], prefix: str) -> str:
+        """Say that codes are of another rotation than the layer's, or ""."""
+        given = state_dict.get(prefix + ROTATION)
+        marks = [None if given is None else given.tolist()]
+        marks += [None if self.rotate is None else [*marker(self.rotate, self.in_features)]]
+        texts = ["not rotated" if mark is None else f"rotated as {mark}" for mark in marks]
+        if marks[0] == marks[1]:
+            return ""
+        return (
+            f"{prefix}{CODES} are {texts[0]}, the layer is {texts[1]} (rotate={self.rotate!r}): "
+            "load them into a layer that was made with the same rotate"
+        )
 
     def forward(
         self,
@@ -429,8 +478,13 @@ class Int8Linear(torch.nn.Linear):
         traced = isinstance(x, torch.fx.Proxy)  # which has neither shape nor type
         if not traced:
             x = self._checked(x)
+        if self.rotate == CONTIGUOUS:
+            group = group_of(self.in_features)
+            runs = x.unflatten(-1, (self.in_features // group, group // RUN, RUN))
+            x = runs.transpose(-3, -2).flatten(-3)  # as cupyattn.quant.rotation.spread
         given = x, self.weight_codes, self.weight_scale, self.bias
-        options = activation or self.activation or "", self.arch, self.backend
+        rotate = None if self.rotate is None else "hadamard"
+        options = activation or self.activation or "", self.arch, self.backend, rotate
         if torch.compiler.is_compiling():
             epilogues.register()
         y: Tensor
@@ -470,7 +524,7 @@ class Int8Linear(torch.nn.Linear):
         """Name sizes, strategy of scales, type of the weight, and settings."""
         named = {
             "in_features": self.in_features, "out_features": self.out_features,
-            "bias": self.bias is not None, "strategy": self.strategy,
+            "bias": self.bias is not None, "strategy": self.strategy, "rotate": self.rotate,
             "weight_dtype": self.weight_dtype, "activation": self.activation, "arch": self.arch,
             "backend": self.backend,
         }  # fmt: skip

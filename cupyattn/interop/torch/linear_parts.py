@@ -15,12 +15,13 @@ from torch import Tensor
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import Tensors
 from cupyattn.interop.torch.ops import define, differentiate
-from cupyattn.ops.layers import LAYERS, LayersSettings
+from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
 from cupyattn.ops.operation import run
 from cupyattn.quant.activation import columns_of
 
 #: Operands of a product, except codes and scales of x, by the names of the plan's buffers.
 OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
+_OPERANDS = len(OPERANDS)
 
 
 def multiply(
@@ -29,6 +30,7 @@ def multiply(
     activations: tuple[str, ...],
     arch: str | None,
     backend: str | None,
+    rotate: str | None = None,
 ) -> list[Tensor]:
     """Quantise an input, and run the layers that read it.
 
@@ -42,6 +44,8 @@ def multiply(
         Of each layer; "" for none.
     arch, backend : str, optional
         As for `Int8Linear`.
+    rotate : {None, "hadamard"}
+        As for `cupyattn.norm_quant`.
 
     Returns
     -------
@@ -49,7 +53,7 @@ def multiply(
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
     dtype = str(x.dtype).removeprefix("torch.")
-    settings = LayersSettings(dtype, activations, arch, backend)
+    settings = LayersSettings(dtype, activations, arch, backend, rotation_before(rotate))
     found: list[Tensor] = run(LAYERS, settings, named(x, layers), library=_OF_LAYERS)
     return found
 
@@ -87,13 +91,13 @@ def results_of(
 
 def run_layer(x: Tensor, *arguments: Any) -> Tensor:
     """Run ``int8_layer`` without the operator: the same arguments."""
-    *operands, activation, arch, backend = arguments
-    (y,) = multiply(x, (operands,), (activation,), arch, backend)
+    operands, (activation, *where) = arguments[:_OPERANDS], arguments[_OPERANDS:]
+    (y,) = multiply(x, (operands,), (activation,), *where)
     return y
 
 
 def _layer_fake(x: Tensor, *arguments: Any) -> Tensor:
-    weight, activation = arguments[0], arguments[-3]
+    weight, activation = arguments[0], arguments[_OPERANDS]
     (y,) = results_of(x, ((weight,),), (activation,))
     return y
 
@@ -106,9 +110,10 @@ def _layers(
     activations: Sequence[str],
     arch: str | None,
     backend: str | None,
+    rotate: str | None = None,
 ) -> list[Tensor]:
     operands = [*zip(weights, scales, biases, strict=True)]
-    return multiply(x, operands, tuple(activations), arch, backend)
+    return multiply(x, operands, tuple(activations), arch, backend, rotate)
 
 
 def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
@@ -118,13 +123,13 @@ def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Ten
 layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
-    "str activation, str? arch, str? backend",
+    "str activation, str? arch, str? backend, str? rotate=None",
     "Tensor", run_layer, _layer_fake,
 )  # fmt: skip
 layers = define(
     "int8_layers",
     "Tensor x, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, str[] activations, "
-    "str? arch, str? backend",
+    "str? arch, str? backend, str? rotate=None",
     "Tensor[]", _layers, _layers_fake,
 )  # fmt: skip
 

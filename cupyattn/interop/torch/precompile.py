@@ -18,7 +18,7 @@ from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import dtype_of
 from cupyattn.interop.torch.linear_parts import named
-from cupyattn.ops.layers import LAYERS, LayersSettings
+from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
 
@@ -29,12 +29,13 @@ def begin(
     activations: Sequence[str],
     arch: str | None,
     backend: str | None,
+    rotate: str | None = None,
 ) -> None:
     """Begin to compile the kernels of a call of `cupyattn.interop.torch.linear_parts.multiply`.
 
     Parameters
     ----------
-    x, layers, activations, arch, backend
+    x, layers, activations, arch, backend, rotate
         As for that function; fake tensors, of which only forms are read. Calls with few rows or
         symbolic lengths are compiled when they first run.
     """
@@ -46,7 +47,7 @@ def begin(
         return
     major, minor = torch.cuda.get_device_capability(x.device)
     forms = tuple((name, tuple(one.shape), one.dtype) for name, one in tensors.items())
-    _begin(forms, tuple(activations), arch, 10 * major + minor)
+    _begin(forms, tuple(activations), arch, 10 * major + minor, rotate)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -61,6 +62,7 @@ def sources(
     activations: tuple[str, ...],
     arch: str | None,
     capability: int,
+    rotate: str | None = None,
 ) -> list[tuple[ModuleSpec, str]]:
     """Return the modules that layers of these forms need, with their architectures.
 
@@ -72,6 +74,8 @@ def sources(
         As for `cupyattn.interop.torch.linear_parts.multiply`.
     capability : int
         Of the device, times ten.
+    rotate : str, optional
+        As for that function.
     """
     arrays = {n: Described.contiguous(n, shape, dtype_of(n, dtype)) for n, shape, dtype in forms}
     x = arrays["x"]
@@ -79,7 +83,8 @@ def sources(
         return []
     if arch is None and capability == HOPPER_CAPABILITY:
         arch = "sm_90a"
-    settings = LayersSettings(x.dtype.name, activations, arch, "interpret")
+    before = rotation_before(rotate)
+    settings = LayersSettings(x.dtype.name, activations, arch, "interpret", before)
     problem = problem_of(LAYERS, settings, arrays)
     plans = LAYERS.plan(problem).plans
     specs = dict.fromkeys(launch.module for plan in plans for launch in plan.launches)
