@@ -107,7 +107,7 @@ def sage_2(problem: Problem) -> list[Cell]:
 def load_sage_2() -> Any:
     """Return SageAttention 2's package; None where its folder is not named.
 
-    Under a name of its own: version 1 is `sageattention`, too, and takes part beside it.
+    Under a separate name: version 1 is `sageattention`, too, and takes part beside it.
     """
     folder, name = os.environ.get(SAGE_2_PACKAGE), "sageattention2"
     if not folder:

@@ -116,7 +116,7 @@ def judge(
 
 
 def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
-    """Judge every pass on one problem, and on a device time those that hold their bound."""
+    """Judge every pass on one problem, and on a device time the passes that hold their bound."""
     on_device = not args.quick
     given = received(problem, on_device=on_device)
     ways = {ATOMIC: ours(problem, deterministic=False)}

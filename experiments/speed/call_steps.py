@@ -81,7 +81,7 @@ def first_call() -> dict[str, int]:
         return ca.attention(q, k, v, backend="interpret")
 
     with mock.patch.object(interpret, "run", lambda *_: None):
-        call()  # imports what is imported when it is first needed
+        call()  # triggers imports at first use
         forget()
         stays = [module for module, _ in itertools.groupby(modules_of(call))]
     inside = str(PACKAGE / "problem") + "/"

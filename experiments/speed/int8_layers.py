@@ -1,6 +1,6 @@
 """How fast are INT8 linear layers of torch beside BF16 and comfy-kitchen?
 
-Varies       the layer: those of Flux, Wan 14B, Kandinsky 5 Pro, HunyuanVideo and SD3.5, and a
+Varies       the layer, of Flux, Wan 14B, Kandinsky 5 Pro, HunyuanVideo and SD3.5, and a
              product of 8,192 cubed by itself; what shares a scale
 Holds fixed  N(0, 1) activations and weights in BF16, bias, BF16 out; activations quantised in the
              call
@@ -41,7 +41,7 @@ from experiments.speed import host_time
 from experiments.speed.gemm import Size
 
 BF16, INT_MM = "torch BF16", "torch._int_mm"
-#: Those that ours are compared with, in the order of the table.
+#: Names of the compared layers, in the order of the table.
 OTHERS = (BF16, INT_MM, COMFY)
 #: Rows of C that are judged, and columns from its first and its last on.
 JUDGED_ROWS, JUDGED_COLUMNS = 64, 128

@@ -9,7 +9,7 @@ Measures     J2 of some rows; time and TFLOP/s; bytes that the memory pool takes
 Run          python -m experiments.speed.long_sequences [--quick] [--lengths N N] [--json FILE]
 
 Calls of half a second or more are timed LONG_ROUNDS times, each a mean over its own length. The
-record is written anew after each length.
+record is rewritten after each length.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Run          python -m experiments.tuning.breakdown [--quick] [--cells 128:4096 
 
 Parts are left out by the patches in experiments/tuning/left_out, which must apply exactly once.
 Copies of Q, K and V to shared memory, barriers and the store of O stay in every cell: with all
-three parts left out they are what is left. What is left computes no attention, so only the whole
-is judged. A part alone is its time beside the copies; what a part saves is the time that the whole
-loses without it. The record is written again after each problem.
+three parts left out, these remain. The rest computes no attention, so only the whole is judged. A
+part alone is its time beside the copies; what a part saves is the time that the whole loses without
+it. The record is written again after each problem.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_table(found: Mapping[str, Any]) -> None:
-    """Print what is left and how long it takes, then the parts."""
+    """Print the remaining parts and their time, then the parts."""
     print(f"\n{found['problem']['name']}, {found['form']}: J2 {found['judgement']['j2']:.2g}")
     rows = []
     for row in found["rows"]:

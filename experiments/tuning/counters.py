@@ -9,9 +9,9 @@ Measures     J2; passes of shared memory and how many of them are conflicts, as 
 Run          python -m experiments.tuning.counters [--quick] [--json FILE]
 
 On a device this runs itself under ``ncu --clock-control none``, one call of each rung with cold
-caches; counters that this ncu or device does not have are left out. What wgmma and the bulk copy
-engine read and write in shared memory is neither in the interpreter's count nor in that of the
-load-store unit: both are laid out by the hardware's own swizzle.
+caches. Counters that this ncu or device does not have are left out. Neither the interpreter nor the
+load-store unit counts accesses of wgmma and of the bulk copy engine to shared memory. Both use the
+hardware's swizzle.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def named(tiles: ca.Tiles) -> str:
 def measure(
     rung: str, feature: str, cell: scores.ScoreCell, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Judge every tile of a feature in a rung, and time those that pass in turns."""
+    """Judge every tile of a feature in a rung, and time in turns the tiles that pass."""
     problem = cell.problem(args)
     inputs = problem.draw(on_device=not args.quick)
     options = scores.options_of(feature, problem, array_namespace(inputs[0]))
