@@ -260,9 +260,9 @@ def _three_ways(
 ) -> list[Cell]:
     """Return an FP8 library with codes given, behind our cast and behind torch's.
 
-    `forward` takes codes, the scales of q, k and v and the inverse of v's, and what `constants`
-    made, given Q, that does not depend on the values; `rows_first` packs the operands as (batch x
-    length, heads, head_dim) beforehand; `read` is that of `Cell`.
+    `forward` takes codes, the scales of q, k and v and the inverse of v's. `constants`
+    returns further arguments for Q that do not depend on the values. `rows_first` packs the operands as (batch x length,
+    heads, head_dim) beforehand; `read` is that of `Cell`.
     """
     import cupy
     import torch

@@ -49,7 +49,7 @@ TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_STEPS = "diffusion transformer", 4, 
 #: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
 RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}
 #: Reference of the codes of P. It is the largest weight of their tile, with a scale of V for every
-#: channel and tile, or a running maximum, with a scale for every channel.
+#: channel and tile. Or it is a running maximum, with a scale for every channel.
 REFERENCES = {"its tile's maximum": "block", "the running maximum": "channel"}
 #: The architectures whose forms these run in: so form and arithmetic are told apart.
 FORMS = {"Hopper form": "sm_90a", "portable form": "sm_90"}

@@ -82,7 +82,7 @@ def layer(heads: int, **options: Any) -> ca.Int8Attention:
 def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
     """Return the largest error of an output as a share of its bounds, J2 and J3.
 
-    Of codes that are `quantized` those, otherwise those of `quant`.
+    For codes that are `quantized` those, otherwise those of `quant`.
     """
     xp, quant, z = array_namespace(o), options.pop("quant", None), options.pop("quantized", None)
     rows = xp.asarray(measuring.judged_rows(check_attention(*qkv)))

@@ -1,6 +1,6 @@
 """Do models with INT8 layers stay right while other libraries change them?
 
-Varies       sequences of steps, drawn by a seed: load, swap, merge and unload adapters, replace
+Varies       sequences of steps by a seed: load, swap, merge and unload adapters, replace
              linear layers and attention, cast, offload, fuse projections, call, compile, save,
              restore; the model's family and type
 Holds fixed  small real transformers of diffusers, the real peft and accelerate; the mirror

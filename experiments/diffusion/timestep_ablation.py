@@ -4,7 +4,7 @@ Varies       the step of an EDM schedule; where scales come from: one for all st
              log-SNR, the middle's times sigma over the middle's, every call's own; and the last of
              these with the adaptive precision policy, late steps in 16 bits
 Holds fixed  Q, K, V of experiments/data (layer 2, 12 heads, head_dim 32), to Q and K of which noise
-             is added; where experiments.dit.capture has recorded them, those of a diffusion
+             is added; where experiments.dit.capture has recorded them, Q, K, V of a diffusion
              transformer at three steps; balanced mode (INT8 Q.K^T, 16-bit P.V) but for the policy;
              K not smoothed
 Measures     relative L2 error of the output; share of the code range that the largest code of Q

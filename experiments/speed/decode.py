@@ -5,7 +5,7 @@ Varies       (batch, key heads, len_kv) from one long sequence to many; query he
              --tiles, where there are more than 16 rows, also the tiles of the split form
 Holds fixed  float16, N(0, 1), causal
 Measures     J2 of some rows; bytes of K and V per second of a prepared call, as a share of the
-             bytes that a copy of K and V reads and writes per second in the same rounds
+             bandwidth of a copy of K and V in the same rounds
 Beside       the portable form of fa_tc, asked for by its tiles, up to 128 MB of K and V
 Run          python -m experiments.speed.decode [--quick] [--tiles] [--json FILE]
 

@@ -1,4 +1,5 @@
-"""Does a call keep its speed from a thousand tokens to a million, and its memory to what is said?
+"""Does a call keep its speed from a thousand tokens to a million, and its memory within the stated
+bytes?
 
 Varies       length, from 1,024 to 1,048,576; fa_tc and fa_int8, torch's cuDNN beside where it is
              there
