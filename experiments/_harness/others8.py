@@ -261,8 +261,8 @@ def _three_ways(
     """Return an FP8 library with codes given, behind our cast and behind torch's.
 
     `forward` takes codes, the scales of q, k and v and the inverse of v's. `constants`
-    returns further arguments for Q that do not depend on the values. `rows_first` packs the operands as (batch x length,
-    heads, head_dim) beforehand; `read` is that of `Cell`.
+    returns further arguments for Q that do not depend on the values. `rows_first` packs the
+    operands as (batch x length, heads, head_dim) beforehand; `read` is that of `Cell`.
     """
     import cupy
     import torch

@@ -274,7 +274,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 
 def start(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a comparison; without ``--stored`` it needs a device, or ``--quick``."""
-    """Return a callback that notes the distance of each step from the images that were kept."""
+    return (recording.guarded if args.stored else recording.main)(run, args)  # type: ignore[operator]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
