@@ -3,9 +3,8 @@
 Varies       the patches of tests/faults and of experiments/accuracy/planted; the revision
 Holds fixed  the size of planted faults, 2^-4; the seed of properties (profile ci)
 Measures     the first quick test that fails, among tests that compile or run a file of a patch
-(tests
-             that noticed another fault first, then the cheapest); how many were run until then, and
-             their CPU seconds
+             (tests that noticed another fault first, then the cheapest); how many were run until
+             then, and their CPU seconds
 Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME]
              python -m experiments.accuracy.noticed_faults --compare BEFORE.json AFTER.json
 

@@ -1,8 +1,8 @@
 """How does a tensor core add up: how many products at a time, to how many bits, cut off or rounded?
 
 Varies       the instruction: mma.sync and wgmma over float16, bfloat16 and e4m3, sums in float32
-Holds fixed  a case is one sum, c + sum of a[k] b[k], its other rows and columns 0; every product
-             is exact
+Holds fixed  a case is one sum, c + sum of a[k] b[k], its other rows and columns 0; every product is
+             exact
 Measures     the least addend beside 1 that counts; which products are added before they meet the
              largest; whether addends and sums are cut off or rounded; how many random sums equal
              `model` to the bit; the largest error as a fraction of `bound`

@@ -1,8 +1,8 @@
 """Do models with INT8 layers stay right while other libraries change them?
 
-Varies       sequences of steps by a seed: load, swap, merge and unload adapters, replace
-             linear layers and attention, cast, offload, fuse projections, call, compile, save,
-             restore; the model's family and type
+Varies       sequences of steps by a seed: load, swap, merge and unload adapters, replace linear
+             layers and attention, cast, offload, fuse projections, call, compile, save, restore;
+             the model's family and type
 Holds fixed  small real transformers of diffusers, the real peft and accelerate; the mirror
 Measures     every linear layer's result, adapters included, as a fraction of its bound of float64;
              the bits that restoring gives back; exceptions that are no refusals

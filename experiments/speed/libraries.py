@@ -1,8 +1,8 @@
 """Is a module of our own better than the library that could stand in its place?
 
 Varies       the module (NVML, NVRTC, XLA's calls, NCCL, the cache's limit) and its rival
-Holds fixed  one thread; a separate process for every start, ours and theirs in turns Measures
-seconds from a process that has neither to the first answer, and of a call later; lines
+Holds fixed  one thread; a separate process for every start, ours and theirs in turns
+Measures     seconds from a process that has neither to the first answer, and of a call later; lines
              of code of either; bytes that the wheels add; for JAX also what an error says, and
              whether the program stays in JAX's cache on disk; for the cache the time of a trim
 Run          python -m experiments.speed.libraries [--quick] [--folder FOLDER] [--json FILE]

@@ -1,8 +1,7 @@
 """What do Q K^T, the softmax and P V each cost in fa_tc, told by leaving them out?
 
 Varies       the parts that are left out: any of the three, two of them, all; the Hopper form and
-the portable
-             one; length 4,096, causal or not, and 16,384
+             the portable one; length 4,096, causal or not, and 16,384
 Holds fixed  16,384 tokens in all, 16 heads of head_dim 128, float16, N(0, 1)
 Measures     J2 of the whole; time, and in the same rounds the ratio to the whole; registers, spills
 Expect       less than the sum of the parts for the whole: they overlap, the more so on Hopper
