@@ -36,8 +36,7 @@ constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one scale, used once per row
 // Then the largest integer of a row gives its largest score, at two comparisons per instruction.
 constexpr bool BY_DOTS = ONE_K_SCALE;
-// State of four rows lies in shared memory if its registers spilled; otherwise its addresses
-// spilled.
+// State of four rows is in shared memory if its registers spilled; otherwise its addresses did.
 constexpr bool FEW_REGISTERS = RESIDENT > 1;
 constexpr bool EXACT_L_SHARED =
     LSE && HEAD_DIM <= 128 &&
