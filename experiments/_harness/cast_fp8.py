@@ -1,8 +1,9 @@
-"""Q, K and V as e4m3 with a scale each, as fast as a pass of its own can: two launches, each once
+"""Q, K and V as e4m3 with a scale each, as fast as separate passes can be: two launches, each once
 over the data.
 
-The libraries with FP8 attention leave the casting to their caller; behind torch's operators, five
-passes over memory for each tensor, they lose to 16 bits. This is what they are raced with.
+The libraries with FP8 attention leave the casting to their caller. Behind torch's operators, which
+make five passes over memory for each tensor, they lose to 16 bits. This is what they are raced
+with.
 """
 
 from __future__ import annotations

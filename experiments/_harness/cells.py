@@ -1,9 +1,9 @@
 """What experiments judge and time: cells, each a rung or a peer, on problems.
 
 An experiment names its cells and how to run one. Here each cell is first held to its error bound;
-one that misses it has no time. Cells that are compared take turns in one run, round by round, on
-inputs that rotate through more than the L2 cache; the figure is the median, and what is compared is
-the median of the ratios within a round, each with a 95 % bootstrap interval.
+one that misses it has no time. Compared cells take turns in one run, round by round, on inputs that
+rotate through more than the L2 cache. Figures are medians of times. Comparisons are medians of the
+ratios within a round. Each has a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def rung(
 
 
 def resources(launch: Launch, arch: str) -> dict[str, int]:
-    """Compile what a launch runs and return what it takes.
+    """Compile the kernels of a launch and return the resources that they take.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def measure_problem(
     inputs: tuple[Any, ...] | None = None,
     in_graphs: bool = False,
 ) -> dict[str, Any]:
-    """Judge every cell of a problem, then time those that hold their bound, in turns.
+    """Judge every cell of a problem, then time the cells that hold their bound, in turns.
 
     Parameters
     ----------

@@ -30,7 +30,8 @@ def libraries() -> tuple[Any, Any]:
 
 
 def drawn(cls: Any, config: Mapping[str, Any], where: str, seed: int) -> Any:
-    """Return a random model of a class of diffusers, bfloat16 but for what is to stay float32.
+    """Return a random model of a class of diffusers in bfloat16, except parameters that must stay
+    float32.
 
     Gates that are zero until training opens them are drawn, too.
     """

@@ -1,7 +1,7 @@
 """FP8 linear layers with a scale for each row, as torchao makes them: the peer of INT8 layers.
 
-Weights and activations in e4m3, one scale for each row of both, the largest magnitude over 448;
-activations are quantised in each call, and `torch._scaled_mm` multiplies (torchao's
+Weights and activations in e4m3, one scale for each row of both, the largest magnitude over 448.
+Activations are quantised in each call, and `torch._scaled_mm` multiplies (torchao's
 ``Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())``). Under ``torch.compile``
 quantising is one kernel of Inductor's.
 """

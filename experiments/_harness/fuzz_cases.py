@@ -36,7 +36,7 @@ class Case:
         self.rng = np.random.default_rng([setup.seed, function, number])
         self.backend = setup.backend
         #: What decides which kernels are compiled, drawn from a pool that cases share.
-        shared = 0 if same_kernels else function  # those of attention, which is the first
+        shared = 0 if same_kernels else function  # options of attention, which is the first
         self.slot = int(self.rng.integers(setup.pool if shared == 0 else -(-setup.pool // 3)))
         self.config = Draws(np.random.default_rng([setup.seed, shared, self.slot, 1]))
         self.aligned = setup.backend != "mirror" and self.config.chance(0.7)
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def small(self) -> bool:
-        """Whether shapes are those that the interpreter takes in a second."""
+        """Whether shapes are small enough for a second in the interpreter."""
         return self.backend == "interpret"
 
     def normal(self, *shape: int, dtype: str = "float16", size: float = 1.0) -> np.ndarray:

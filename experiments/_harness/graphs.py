@@ -14,8 +14,9 @@ from typing import Any
 import cupyattn as ca
 from cupyattn.measure import timing
 
-#: Of the sum of magnitudes, how far a graph's result may be from a call's: SageAttention 1 takes
-#: the mean off its caller's keys, in place, so that it has other operands each time.
+#: Largest difference between a graph's result and a call's, relative to the sum of magnitudes.
+#: SageAttention 1 subtracts the mean from its caller's keys in place, so its operands differ each
+#: time.
 TOLERANCE = 0.01
 
 

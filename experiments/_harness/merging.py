@@ -29,7 +29,7 @@ def record_of(name: str, file: Path) -> dict[str, Any]:
 
 
 def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of problems, and those of another that it lacks, by head_dim.
+    """Return a record of problems with the problems of another that it lacks, by head_dim.
 
     Each of these says at which revision, by which command, and on which device it was measured.
     """

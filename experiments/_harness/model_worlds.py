@@ -1,7 +1,7 @@
 """A small model of diffusers that adapters, casts, offloading and INT8 layers come to and leave.
 
-A world takes steps. One without INT8 that takes the same steps, its twin, has the numbers that the
-model has without INT8, and those that come back when it is restored.
+A world takes steps. Its twin is a model without INT8 that takes the same steps. The twin has the
+model's numbers without INT8, and the numbers after restoring.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from experiments._harness.slot_bounds import Quantised, base_of, slots
 
 CPU = torch.device("cpu")
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Layers that adapters are for, by family: attention's projections, and those of the MLP.
+#: Layers that take adapters, by family: projections of attention and of the MLP.
 TARGETS = {
     "kandinsky": (["to_query", "to_value"], ["feed_forward.in_layer", "feed_forward.out_layer"]),
     **dict.fromkeys(("flux", "wan", "sd3"), (["to_q", "to_v"], ["net.0.proj", "net.2"])),
 }
-#: Parts of the model that become INT8: all, attention's layers, all but those of the MLP.
+#: Parts of the model that become INT8: all, the layers of attention, or all except the MLP.
 PATTERNS: tuple[dict[str, Any], ...] = ({}, {"include": "att"}, {"exclude": "ff|feed"})
 _GROUPS = "group_offloading"
 #: Ways to offload, by their names in a step.

@@ -135,7 +135,7 @@ def _cell(name: str, run: Callable[..., Any], prepare: Callable[..., tuple[Any, 
 
 
 def refusing(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a library's call; what it does not take, an UnsupportedError says."""
+    """Wrap a library's call so that its refusals are UnsupportedError."""
 
     def checked(*prepared: Any) -> Any:
         try:

@@ -107,7 +107,7 @@ def sage_2(problem: Problem) -> list[Cell]:
 def load_sage_2() -> Any:
     """Return SageAttention 2's package; None where its folder is not named.
 
-    Under a name of its own: version 1 is `sageattention`, too, and takes part beside it.
+    Under a separate name: version 1 is `sageattention`, too, and takes part beside it.
     """
     folder, name = os.environ.get(SAGE_2_PACKAGE), "sageattention2"
     if not folder:
@@ -260,9 +260,9 @@ def _three_ways(
 ) -> list[Cell]:
     """Return an FP8 library with codes given, behind our cast and behind torch's.
 
-    `forward` takes codes, the scales of q, k and v and the inverse of v's, and what `constants`
-    made, given Q, that does not depend on the values; `rows_first` packs the operands as (batch x
-    length, heads, head_dim) beforehand; `read` is that of `Cell`.
+    `forward` takes codes, the scales of q, k and v and the inverse of v's. `constants`
+    returns further arguments for Q that do not depend on the values. `rows_first` packs the
+    operands as (batch x length, heads, head_dim) beforehand; `read` is that of `Cell`.
     """
     import cupy
     import torch

@@ -75,12 +75,12 @@ class Ground:
         return array_namespace(self.o).sqrt((self.o * self.o).mean(axis=-1, keepdims=True))
 
     def rescored(self, change: Array) -> Difference:
-        """Return what is added to O and lse where scores have `change` added to them."""
+        """Return the change of O and lse if scores have `change` added to them."""
         xp = array_namespace(self.q)
         return self.reweighted(xp.exp(xp.where(self.admitted, change, 0.0)))
 
     def reweighted(self, factor: Array, in_l: Array | None = None) -> Difference:
-        """Return what is added where weights have a factor in O, and another one in l.
+        """Return the change if weights have one factor in O and another in l.
 
         lse is that of l.
         """
@@ -94,7 +94,7 @@ class Ground:
         return rounded(self.o + difference, self.dtype)
 
 
-#: What is added to O, and to lse or not.
+#: Change of O, and of lse or not.
 Difference = tuple[Array, Array | None]
 #: Returns the difference that a fault of a size makes.
 Fault = Callable[[Ground, float, Generator], Difference]
@@ -255,7 +255,7 @@ def _key_loses(ground: Ground, size: float, rng: Generator) -> Difference:
 
 
 def _key_of_a_row_loses(ground: Ground, size: float, rng: Generator) -> Difference:
-    """The key is drawn among those that the row sees."""
+    """The key is drawn among the keys that the row sees."""
     batch, head, row = _row(ground, rng)
     seen = int(ground.admitted[row].sum())
     at = batch, head, row, int(rng.integers(seen))
@@ -263,7 +263,7 @@ def _key_of_a_row_loses(ground: Ground, size: float, rng: Generator) -> Differen
 
 
 def _key_past_the_edge(ground: Ground, size: float, rng: Generator) -> Difference:
-    """The key behind the last one that a row sees has a share of its own weight."""
+    """The key behind the last one that a row sees has a share of the weight that it would have."""
     xp = array_namespace(ground.o)
     past = ~ground.admitted & xp.roll(ground.admitted, 1, axis=-1)
     past[:, 0] = False
@@ -369,5 +369,5 @@ FAULTS: dict[str, Fault] = {
     "lse shifted": _lse_shifted,
 }
 
-#: Those that only a causal call has a place for.
+#: Faults for which only a causal call has a place.
 CAUSAL_ALONE = ("key past the causal edge",)

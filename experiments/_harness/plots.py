@@ -9,9 +9,9 @@ from typing import Any
 from cupyattn.cli import plot
 from experiments._harness.others import CUDNN, FLASH_2, FLASH_3
 
-#: The plots have no background of their own: colours that are seen on white and on black, and that
-#: people with any colour vision tell apart. Those of Okabe and Ito which are neither too light nor
-#: too dark for that, two more, and grey.
+#: The plots have a transparent background. Their colours are visible on white and on black, and
+#: people with any colour vision can distinguish them. Colours of Okabe and Ito that are neither too
+#: light nor too dark for this, two more, and grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#5A3CFF", "#D2003C", "#8A8A8A")
 GREY = COLOURS[-1]
 #: Colour, marker and width of each line.

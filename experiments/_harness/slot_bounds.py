@@ -81,7 +81,7 @@ def base_of(slot: nn.Module) -> nn.Module:
 
 
 def worst(call: Call, twin: nn.Module, quantised: Quantised | None) -> float:
-    """Return the largest error of a call's elements, as a fraction of its own bound.
+    """Return the largest error of a call's elements, as a fraction of its bound.
 
     Parameters
     ----------

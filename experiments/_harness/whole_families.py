@@ -19,7 +19,7 @@ Arguments = Callable[[Any, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Family:
-    """A transformer of diffusers, and what it is called on.
+    """A transformer of diffusers, and its arguments.
 
     Parameters
     ----------

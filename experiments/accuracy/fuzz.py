@@ -12,10 +12,10 @@ Run          python -m experiments.accuracy.fuzz --json experiments/results/fuzz
              python -m experiments.accuracy.fuzz --resume FILE          # goes on from a record
              python -m experiments.accuracy.fuzz --case attention:17    # one case again
 
-Every case has a seed of its own, made of --seed, function and number. What decides which kernels
-are compiled comes from a pool (--pool), so that calls share kernels. On a device child processes
-run the cases in batches: a crash is one failed case, and a new child goes on behind it. Exit
-status 1: a case failed.
+The seed of a case is made of --seed, function and number. What decides which kernels are compiled
+comes from a pool (--pool), so that calls share kernels. On a device child processes run the cases
+in batches: a crash is one failed case, and a new child goes on behind it. Exit status 1: a case
+failed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _refused(case: Case, error: Exception) -> tuple[str, str]:
 
 @dataclass
 class Batch:
-    """Cases of a function, and what came of those that ran."""
+    """Cases of a function, and the results of the cases that ran."""
 
     name: str
     start: int

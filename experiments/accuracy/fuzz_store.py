@@ -76,7 +76,7 @@ class Group:
             with HostGroup(store, rank, RANKS, 30) as group:
                 while not all(group.gather("stop", self.stop.is_set())):
                     self._round(group)
-        except Exception as error:  # noqa: BLE001 - it is what is looked for
+        except Exception as error:  # noqa: BLE001 - any error is a finding
             self.errors.append(f"rank {rank}: {type(error).__name__}: {error}")
 
     def _round(self, group: HostGroup) -> None:

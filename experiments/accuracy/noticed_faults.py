@@ -2,17 +2,17 @@
 
 Varies       the patches of tests/faults and of experiments/accuracy/planted; the revision
 Holds fixed  the size of planted faults, 2^-4; the seed of properties (profile ci)
-Measures     the first quick test that fails, of those that compile or run a file of a patch (what
-             noticed another goes first, then the cheapest); how many were run until then, and
-             their CPU seconds
+Measures     the first quick test that fails, among tests that compile or run a file of a patch
+             (tests that noticed another fault first, then the cheapest); how many were run until
+             then, and their CPU seconds
 Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME]
              python -m experiments.accuracy.noticed_faults --compare BEFORE.json AFTER.json
 
-Needs a checkout, and no device. The quick tests of a revision are run once to learn which kernels
-each of them compiles or runs (minutes; ``--map FILE`` keeps that), then for each patch until one
-fails. Tests of the patches themselves do not count: they fail since a patch that is in place
-already does not apply. Those of frameworks are left out, whose threads do not survive a fork. A
-record that exists is resumed.
+Needs a checkout, and no device. The quick tests of a revision run once to learn which kernels each
+compiles or runs (minutes; ``--map FILE`` keeps that), then for each patch until one fails. Tests of
+the patches themselves do not count: they fail since a patch that is in place already does not
+apply. Tests of frameworks are left out, because their threads do not survive a fork. A record that
+exists is resumed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ SIZE = "0.0625f"
 #: Seconds for the tests of one patch.
 TIMEOUT = 600
 #: What runs in pytest. Without NOTICED_PATCHES it writes a line for each test: its name, its CPU
-#: seconds and the kernel files that it reaches. Otherwise it collects the tests once and runs those
-#: of each patch in a child, with the patch in place, until one fails.
+#: seconds and the kernel files that it reaches. Otherwise it collects the tests once. For each
+#: patch it runs the patch's tests in a child with the patch in place, until one fails.
 PLUGIN = '''
 import json, os, signal, time
 from pathlib import Path

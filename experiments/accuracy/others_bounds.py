@@ -48,7 +48,7 @@ FLASH_3_FP8 = {"p": "e4m3 P", "accumulate": "fp22", "qk": "e4m3", "v": "e4m3", "
 
 @dataclass(frozen=True)
 class Judged:
-    """A kernel, and what it is documented to round: words of `numerics`, or None for a rung."""
+    """A kernel and its documented roundings: words of `numerics`, or None for a rung."""
 
     cell: Cell
     documented: Mapping[str, Any] | None
@@ -116,7 +116,7 @@ def kernels(problem: Problem, *, on_device: bool) -> Iterator[Judged]:
 def judge(
     judged: Judged, problem: Problem, inputs: Sequence[Any], **options: Any
 ) -> dict[str, Any]:
-    """Return a kernel's row: what it is documented to round, and its error over each bound."""
+    """Return a kernel's row: its documented roundings, and its error over each bound."""
     cell = judged.cell
     row: dict[str, Any] = {"kernel": cell.name, "documented": None, "ratio": None, "ladder": {}}
     try:

@@ -48,8 +48,8 @@ LAYER = 5
 TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_STEPS = "diffusion transformer", 4, 50
 #: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
 RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}
-#: What codes of P are relative to: the largest weight of their tile, V with a scale for every
-#: channel and tile; or a maximum that runs, V with a scale for every channel.
+#: Reference of the codes of P. It is the largest weight of their tile, with a scale of V for every
+#: channel and tile. Or it is a running maximum, with a scale for every channel.
 REFERENCES = {"its tile's maximum": "block", "the running maximum": "channel"}
 #: The architectures whose forms these run in: so form and arithmetic are told apart.
 FORMS = {"Hopper form": "sm_90a", "portable form": "sm_90"}
@@ -145,7 +145,7 @@ def own_architecture(quick: bool) -> str:
 
 
 def compile_all(problem: Problem, some: Sequence[Cell], threads: int) -> None:
-    """Compile side by side what the cells of a problem run; what is refused is told later."""
+    """Compile the kernels of a problem's cells side by side; refusals are reported later."""
     import cupy
 
     operands = [cupy.empty(problem.call.output_shape, problem.dtype) for _ in "qkv"]
@@ -251,7 +251,7 @@ def draw(record: Mapping[str, Any], path: str) -> None:
 
 
 def _draw_times(axis: Any, one: Mapping[str, Any]) -> None:
-    """Draw one problem: a point for each choice, a line through those that nothing beats."""
+    """Draw one problem: a point for each choice, a line through the choices that none beats."""
     points = points_of(one)
     kinds = {row["variant"]: row["choice"] for row in rows_of(one)}
     for name, (x, y) in points.items():

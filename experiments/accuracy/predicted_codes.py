@@ -117,7 +117,7 @@ def cells(form: str, args: argparse.Namespace) -> Iterator[Cell]:
 
 
 class Inputs:
-    """Q, K and V of a cell where the backend wants them; those of the last cell are kept."""
+    """Q, K and V of a cell as arrays of the backend. The arrays of the last cell are kept."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -241,7 +241,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def right(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all outputs lie within their bounds, and those of another tile size do not."""
+    """Whether all outputs are within their bounds, and outputs of another tile size are not."""
     return all(row["largest_ratio"] <= 1 < row["wrong_tile_ratio"] for row in rows)
 
 

@@ -120,7 +120,7 @@ FORMS |= {
     for name, form in FORMS.items()
     if not {"pv"} & {*(form.quant or ())} and form.variant in ("fa", "fa_tc", "fa_int8")
 }
-#: Those that the interpreter takes in a few seconds a trial.
+#: Forms whose trials take the interpreter a few seconds.
 INTERPRETED = ("fa", "fa_tc", "fa_int8", "u8 by tile")
 
 
@@ -148,7 +148,7 @@ class Trial:
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """Results."""
         heads, length, head_dim = shape_of(self.backend)
         return Problem(
             1, heads, length, head_dim, causal=self.number % 2 == 1, dtype=self.form.dtype,
@@ -302,8 +302,8 @@ def run_part(part: Part) -> Found:
 def seen_in_kernels(trial: Trial, patch: Patch) -> tuple[int, int] | None:
     """Return how many of `PLANTED_SIZES`, from the largest on, are seen in O, and in O or lse.
 
-    None where the largest changes no bit: the call has no place for the fault, as none for one in
-    rescaling has a call whose maxima lie in the first step.
+    None if the largest fault changes no bit, because the call has no place for it. For example, a
+    fault in rescaling has no effect if all maxima are in the first step.
     """
     arrays, codes = trial.operands()
     known = expectation(received(trial, arrays, codes))
@@ -559,7 +559,7 @@ def mapping(processes: int) -> Iterator[Callable[..., Iterable[Found]]]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Run the trials that are asked for, or read those that are stored."""
+    """Run the requested trials, or read the stored ones."""
     if args.update_docs:
         plot.check(str(PLOT))
     if args.stored:
@@ -600,7 +600,7 @@ def work(args: argparse.Namespace) -> int:
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments, those of a stored run where it goes on."""
+    """Return the arguments, from a stored run if it is resumed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

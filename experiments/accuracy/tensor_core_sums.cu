@@ -1,6 +1,6 @@
 // tensor_core_sums -- one instruction of a tensor core, on sums that are given element by element.
-// A block takes a case: D = c + sum of a[k] b[k], in row 0 and column 0 of the product; whatever
-// else the instruction multiplies is 0. Operands are the bits of their type, 32 bytes of each.
+// A block takes a case: D = c + sum of a[k] b[k], in row 0 and column 0 of the product. All other
+// operands of the instruction are 0. Operands are the bits of their type, 32 bytes of each.
 #include "prims/instructions/mma.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"

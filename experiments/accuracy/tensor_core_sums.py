@@ -1,11 +1,11 @@
 """How does a tensor core add up: how many products at a time, to how many bits, cut off or rounded?
 
 Varies       the instruction: mma.sync and wgmma over float16, bfloat16 and e4m3, sums in float32
-Holds fixed  a case is one sum, c + sum of a[k] b[k], its other rows and columns 0; every product
-             is exact
+Holds fixed  a case is one sum, c + sum of a[k] b[k], its other rows and columns 0; every product is
+             exact
 Measures     the least addend beside 1 that counts; which products are added before they meet the
-             largest; whether addends and sums are cut off or rounded; how many random sums are
-             those of `model` to the bit; the largest error as a fraction of `bound`
+             largest; whether addends and sums are cut off or rounded; how many random sums equal
+             `model` to the bit; the largest error as a fraction of `bound`
 Run          python -m experiments.accuracy.tensor_core_sums            # a device of 9.0
              python -m experiments.accuracy.tensor_core_sums --backend interpret
 
@@ -145,8 +145,8 @@ def sided_bound(
 ) -> tuple[Float64, Float64]:
     """Return the middle of the error of c + sum of a[k] b[k], and how far from it that may lie.
 
-    Addends are cut off toward zero by less than one unit, as `model` says, and what products lose
-    has their sign. c and the sum may err to either side.
+    Addends are truncated toward zero by less than one unit, as `model` describes. So the loss of a
+    product has its sign. The addend c and the sum may err to either side.
 
     Parameters
     ----------
@@ -189,9 +189,9 @@ def model(
 ) -> Float64:
     """Add as tensor cores are said to: addends cut off toward zero, then the sum.
 
-    The unit is 2^-fraction_bits of 2 to the largest exponent, that of a product being the sum of
-    its factors' exponents, at least that of `least_normal`. A product of 0 has no exponent. The sum
-    keeps `sum_bits` bits of its fraction.
+    The unit is 2^-fraction_bits of 2 to the largest exponent. The exponent of a product is the sum
+    of its factors' exponents, at least the exponent of `least_normal`. A product of 0 has no
+    exponent. The sum keeps `sum_bits` bits of its fraction.
     """
 
     unit = _unit(a, b, c, fraction_bits, least_normal)

@@ -3,14 +3,14 @@
 Varies       the step: write and read the files, analyze, convert, dequantize
 Holds fixed  a model with the names and shapes of Kandinsky 5 Lite and as many blocks as the number
              of parameters asks for, N(0, 0.02), bfloat16, files of 5 GB
-Measures     wall time, CPU time, bytes a second of the source, peak memory of the process beside
-             what it holds before the step, size of the files
+Measures     wall time, CPU time, bytes a second of the source, peak memory of the process less its
+             memory before the step, size of the files
 Expect       analyze in at most three times the memory of the largest tensor, or the run fails
 Run          python -m experiments.diffusion.checkpoints [--parameters N] [--folder DIR] [--quick]
              [--json FILE] [--update-docs]
 
 Needs no device, and about three times the model's size on the disk, which it takes away again. Each
-step is a process of its own, whose memory is counted by the kernel. ``--update-docs`` writes the
+step is a separate process, whose memory the operating system counts. ``--update-docs`` writes the
 table of docs/CHECKPOINTS.md: from the record alone with ``--stored``.
 """
 
@@ -117,7 +117,7 @@ def step(name: str, folder: Path) -> dict[str, Any]:
         with open(file, "rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     held = _resident("VmRSS")
-    # NOTE: the peak begins anew. That of getrusage would have the process in it that started this.
+    # NOTE: this resets the peak. That of getrusage would have the process in it that started this.
     Path("/proc/self/clear_refs").write_text("5")
     before = resource.getrusage(resource.RUSAGE_SELF)
     start = time.monotonic()
@@ -182,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     if args.update_docs:
         update_page(record)
     (memory,) = (row["memory"] for row in rows if row["step"] == "analyze")
-    # NOTE: beside tensors there are about ten megabytes, which are more than those of a small model
+    # NOTE: about ten megabytes beside tensors are more than the tensors of a small model
     return 0 if args.quick or memory <= MOST_MEMORY * content["largest"] else 1
 
 

@@ -19,10 +19,10 @@ Run          python -m experiments.diffusion.diffusers_blocks [--quick] [--json 
              [--models NAME ...] [--mode MODE] [--loop-rounds N] [--update-docs]
              [--stored [--merge FILE ...]]
 
-The loop is the scheduler's and no pipeline's: what a pipeline adds outside of the transformer is
-the same in every way. experiments/diffusion/kandinsky_block.py has the parts of a block by
-themselves, without torch. ``--update-docs`` writes the tables of docs/INTEROP.md: from the record
-alone with ``--stored``. Needs torch and diffusers.
+The loop is the scheduler's, without a pipeline. A pipeline's work outside of the transformer is the
+same in every way. experiments/diffusion/kandinsky_block.py has the parts of a block by themselves,
+without torch. ``--update-docs`` writes the tables of docs/INTEROP.md: from the record alone with
+``--stored``. Needs torch and diffusers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ COMPILED_HEADER = [*HEADER[:2], f"of {NATIVE}{COMPILED}", HEADER[3], f"of {NATIV
                    "first call", *HEADER[5:]]  # fmt: skip
 #: Of `Int8Config`, for linear layers: a scale for each row and each column.
 STRATEGY = "channel"
-#: What is replaced: the policy of attention, and whether linear layers are INT8.
+#: Replacements: the policy of attention, and whether linear layers are INT8.
 REPLACED: dict[str, tuple[str | None, bool]] = {
     NATIVE: (None, False),
     "attention in 16 bits": ("precision", False),
@@ -65,7 +65,7 @@ REPLACED: dict[str, tuple[str | None, bool]] = {
     "INT8 linear layers": (None, True),
     "both INT8": ("balanced", True),
 }
-#: How a reader gets the same, for the pages that show what it wins.
+#: Words on how to get the same, for the pages that show its gain.
 RECIPE = (
     f'Measured with `replace_attention_with_int8(model, policy="{REPLACED["INT8 attention"][0]}")` '
     f'(16 bits: `policy="{REPLACED["attention in 16 bits"][0]}"`)\n'
@@ -84,7 +84,7 @@ MODES = ("default", "reduce-overhead", "max-autotune")
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer of diffusers with one block of each kind, and what it is called on.
+    """A transformer of diffusers with one block of each kind, and its arguments.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ MODELS = {
     "Wan 1.3B": wan(12, 128, 8960, (21, 30, 52)),
     "Kandinsky 5 Lite": kandinsky(1792, 7168, (16, 24, 24), (16, 32, 32), 256, visual_cond=True),
 }
-#: What is measured unless models are named.
+#: Models that are measured by default.
 DEFAULT = ("Flux", "Wan 14B", "Kandinsky 5 Lite")
 _SMALL_FLUX = {
     "joint_attention_dim": 64,
@@ -162,7 +162,7 @@ QUICK_MODELS["Wan 1.3B"] = QUICK_MODELS["Wan 14B"]
 
 
 def forced_cudnn(torch: Any, *, on_device: bool) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which torch's attention is cuDNN's, or nobody's."""
+    """Return a context in which torch's attention uses cuDNN, or raises if it cannot."""
     if not on_device:
         return contextlib.nullcontext()
     attention = torch.nn.attention
@@ -308,7 +308,7 @@ def ways(transformer: Any, compiler: Mapping[str, Any]) -> dict[str, Way]:
 def denoise(
     transformer: Any, scheduler: Any, latents: Any, arguments: Callable[..., Any], steps: int
 ) -> Any:
-    """Take the scheduler's steps from latents of noise; return those of the last."""
+    """Take the scheduler's steps from latents of noise; return the last latents."""
     scheduler.set_timesteps(steps, device=latents.device)
     scheduler.set_begin_index(0)  # or the first step would wait for the device to look it up
     x = latents
@@ -540,7 +540,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_models(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record, its models replaced by those of another; each row says its revision."""
+    """Return a record with models replaced by another's; each row says its revision."""
     environment = part["environment"]
     of_part = {"command": part["command"], "revision": environment["revision"],
                "device": environment["device"]["name"]}  # fmt: skip

@@ -14,8 +14,8 @@ Measures     time against the plain ways in the same rounds: two calls, dynamic 
 Run          python -m experiments.diffusion.diffusion_gains [--quick] [--only WAY] [--seconds N]
              [--json FILE] [--update-docs] [--stored] [--merge FILE ...]
 
-Each way is first held to what it promises: the bits of attention over the keys that were kept, or
-the bounds J2 and J3. No comparison begins after --seconds; the record says which are missing.
+Each way is first checked: its result has the bits of attention over the kept keys, or holds the
+bounds J2 and J3. No comparison begins after --seconds; the record says which are missing.
 ``--update-docs`` writes the table of docs/DIFFUSION.md: from the record alone with ``--stored``.
 """
 
@@ -70,7 +70,7 @@ MODES = ("balanced", "precision")
 
 Shape = tuple[int, int, int]
 Way = Callable[..., Any]
-#: The ways that one is compared with, by name; that one; what is known of it, "ok" among it.
+#: The ways of comparison, by name; the way that is compared; its facts, with "ok".
 Comparison = tuple[dict[str, Way], Way, dict[str, Any]]
 
 
@@ -82,7 +82,7 @@ def layer(heads: int, **options: Any) -> ca.Int8Attention:
 def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
     """Return the largest error of an output as a share of its bounds, J2 and J3.
 
-    Of codes that are `quantized` those, otherwise those of `quant`.
+    For codes that are `quantized` those, otherwise those of `quant`.
     """
     xp, quant, z = array_namespace(o), options.pop("quant", None), options.pop("quantized", None)
     rows = xp.asarray(measuring.judged_rows(check_attention(*qkv)))
@@ -147,7 +147,7 @@ def quantising(qkv: Sequence[Any], mode: str) -> Comparison:
 
 
 def pruning(qkv: Sequence[Any], mode: str) -> Comparison:
-    """All keys, and those that are kept, found by the call itself."""
+    """All keys, and the kept keys, as the call selects them."""
     q, k, v = qkv
     plain = layer(q.shape[1])
     pruned = layer(q.shape[1], enable_pruning=True, pruning_ratio=RATIO)
@@ -295,7 +295,7 @@ WAYS: dict[str, Callable[..., Comparison]] = {
 }
 #: INT8 alone: there is nothing to compare in 16 bits.
 ONE_MODE = (static, quantising, choosing, weighing, prepared, long)
-#: What is measured, the most telling first: batch, heads, length, and the ways.
+#: Problems, the most informative first: batch, heads, length, and the ways.
 CELLS: tuple[tuple[Shape, tuple[str, ...]], ...] = (
     ((16, 32, 4096), tuple(WAYS)[:7]),
     ((1, 8, 32_768), tuple(WAYS)[7:10]),
@@ -403,7 +403,7 @@ def apart(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with the rows of one of some ways alone in place of its own.
+    """Return a record in which another record's rows of its ways replace the old rows.
 
     Each of them says at which revision, and by which command, it was measured.
     """

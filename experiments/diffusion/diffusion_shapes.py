@@ -19,7 +19,7 @@ from experiments._harness import recording
 from experiments._harness.cells import Problem
 from experiments.speed import peers
 
-#: (what it is, batch, heads, queries, keys, head_dim)
+#: (name, batch, heads, queries, keys, head_dim)
 SHAPES = (
     ("batch 16", 16, 32, 4096, 4096, 128),
     ("Flux", 1, 24, 4608, 4608, 128),
@@ -36,7 +36,8 @@ SHAPES = (
 
 
 def problems(args: argparse.Namespace) -> dict[Problem, list[str]]:
-    """Return the inputs, each with what it stands for; quick ones may stand for several."""
+    """Return the inputs, each with the shapes that it represents; quick inputs may represent
+    several."""
     found: dict[Problem, list[str]] = {}
     for label, batch, heads, len_q, len_kv, head_dim in SHAPES:
         if args.quick:

@@ -1,11 +1,11 @@
 """Do models with INT8 layers stay right while other libraries change them?
 
-Varies       sequences of steps, drawn by a seed: load, swap, merge and unload adapters, replace
-             linear layers and attention, cast, offload, fuse projections, call, compile, save,
-             restore; the model's family and type
+Varies       sequences of steps by a seed: load, swap, merge and unload adapters, replace linear
+             layers and attention, cast, offload, fuse projections, call, compile, save, restore;
+             the model's family and type
 Holds fixed  small real transformers of diffusers, the real peft and accelerate; the mirror
-Measures     every linear layer's result, adapters included, as a fraction of its own bound of
-             float64; the bits that restoring gives back; exceptions that are no refusals
+Measures     every linear layer's result, adapters included, as a fraction of its bound of float64;
+             the bits that restoring gives back; exceptions that are no refusals
 Expect       every layer within its bound, every restored weight to the bit, every refusal one
              sentence that is allowed where it comes
 Run          python -m experiments.diffusion.replaced_models --json FILE [--sequences 2000]
@@ -13,10 +13,10 @@ Run          python -m experiments.diffusion.replaced_models --json FILE [--sequ
              python -m experiments.diffusion.replaced_models --sequence 17     # one again
 
 Needs torch, diffusers, peft and accelerate.
-What a step does without INT8 is seen on a twin of the model, which takes the same steps but those
-that replace, restore or offload. Where a step fails, or a layer is off, a model without INT8 takes
-all steps again, offloading among them: what fails there, too, is the other library's, and ends the
-sequence. Exit status 1: a sequence failed.
+A twin of the model shows the effect of a step without INT8. It takes all steps except replacing,
+restoring and offloading. If a step fails, or a layer is wrong, a model without INT8 takes all steps
+again, offloading included. A failure there, too, is the other library's, and ends the sequence.
+Exit status 1: a sequence failed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SETTINGS = ("seed", "sequences", "start")
 
 
 class Wrong(Exception):
-    """A result that is not what it has to be."""
+    """A wrong result."""
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Run:
         self.outcome.taken[kind] += 1
 
     def _output(self) -> Any:
-        """Call both models, since calls change adapters, too: PEFT unmerges what is disabled."""
+        """Call both models, since calls change adapters, too: PEFT unmerges disabled adapters."""
         self.twin.run()
         return self.world.run()
 

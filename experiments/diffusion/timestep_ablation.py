@@ -4,15 +4,15 @@ Varies       the step of an EDM schedule; where scales come from: one for all st
              log-SNR, the middle's times sigma over the middle's, every call's own; and the last of
              these with the adaptive precision policy, late steps in 16 bits
 Holds fixed  Q, K, V of experiments/data (layer 2, 12 heads, head_dim 32), to Q and K of which noise
-             is added; where experiments.dit.capture has recorded them, those of a diffusion
+             is added; where experiments.dit.capture has recorded them, Q, K, V of a diffusion
              transformer at three steps; balanced mode (INT8 Q.K^T, 16-bit P.V) but for the policy;
              K not smoothed
 Measures     relative L2 error of the output; share of the code range that the largest code of Q
              reaches, mean over heads; share of the values of Q that saturate
 Run          python -m experiments.diffusion.timestep_ablation [--quick] [--json FILE] [--plot FILE]
 
-Needs no device. "raw": activations grow with the noise, as the network's input does without
-preconditioning. "scaled": they are divided by the root of 1 + sigma^2, as EDM feeds its networks.
+Needs no device. With "raw", activations grow with the noise, like the network's input without
+preconditioning. With "scaled", they are divided by the root of 1 + sigma^2, as in EDM.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ARMS = {
     "dynamic": plots.COLOURS[2],
     "dynamic, policy": plots.GREY,
 }
-#: What is printed: title, key of a row, format.
+#: Columns of the printed table: title, key of a row, format.
 COLUMNS = (
     ("error", "error", "{:.1e}"),
     ("range of Q's codes", "range", "{:.0%}"),
@@ -68,7 +68,7 @@ def schedule(model: str) -> Any:
 
 
 def judged_steps(model: str, every: int) -> list[int]:
-    """Return the steps that are measured: every so many, or those that were recorded."""
+    """Return the steps to measure: at a fixed interval, or the recorded steps."""
     return [*captures.captured_steps(STEPS)] if model == TRANSFORMER else [*range(0, STEPS, every)]
 
 

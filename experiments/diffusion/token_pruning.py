@@ -7,7 +7,7 @@ Holds fixed  Q, K, V of experiments/data: a block of the trained diffusion trans
 Measures     relative L2 error of the pruned output against all keys, beside keys dropped at random
 Run          python -m experiments.diffusion.token_pruning [--quick] [--json FILE]
 
-Needs no device: what is lost does not depend on where it runs.
+Needs no device, because the loss does not depend on it.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help=f"beside {NATIVE}: {', '.join(WAYS[1:])}")  # fmt: skip
     recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
-    # What is stored is shown without a device.
+    # Stored results are shown without a device.
     return recording.guarded(run, args) if args.stored else recording.main(run, args)
 
 

@@ -115,7 +115,7 @@ class Stage:
         return self.family.call(model, self.step)
 
     def denoise(self, model: Any, steps: int) -> Any:
-        """Take the scheduler's steps from latents of noise; return those of the last."""
+        """Take the scheduler's steps from latents of noise; return the last latents."""
         scheduler = self.diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
         scheduler.set_timesteps(steps, device=self.latents.device)
         scheduler.set_begin_index(0)  # or the first step would wait for the device to look it up
@@ -244,7 +244,7 @@ def judged(stage: Stage, name: str, result: Any) -> str:
 
 
 def warmed(stage: Stage) -> dict[str, Any]:
-    """Return the models after a first pass in each way; those that fail are left out."""
+    """Return the models after a first pass in each way, without ways that fail."""
     models = stage.models()
     for name in models:
         stage.call(models[name])
@@ -345,7 +345,7 @@ def steps(stage: Stage) -> dict[str, Any]:
     return compared(timing.time_interleaved(calls, rounds=rounds, warmup=1))
 
 
-#: Those of the second kind need a device.
+#: Cells of the second kind need a device.
 _CELLS: dict[str, Callable[[Stage], dict[str, Any]]] = {
     "replace": replacing, "errors": errors, "first": first, WARM: first,
     "passes": passes, "graphs": graphs, "host": host, "steps": steps,
@@ -396,7 +396,7 @@ def run(args: argparse.Namespace) -> int:
             with torch.no_grad(), native_attention(torch, on_device=not args.quick):
                 found = _CELLS[cell](stage)
             row["cells"][cell] = {"ways": found, **_made(args)}
-            gc.collect()  # models of a cell of its own
+            gc.collect()  # models with a separate cell
             print(f"{name}: {cell} took {time.perf_counter() - start:.0f} s", flush=True)
             record = recording.keep(
                 args, NAME, "mirror" if args.quick else "cuda",
@@ -442,7 +442,7 @@ def in_order(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def with_cells(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record, cells of its models replaced by those of another."""
+    """Return a record in which cells of another record replace the old cells."""
     rows = {row["model"]: row for row in record["rows"]}
     for row in part["rows"]:
         known = rows.get(row["model"], row)

@@ -1,4 +1,4 @@
-"""What is kept on disk: a training that can go on, to the bit, and weights to sample from."""
+"""Files of a training: its state, to resume it to the bit, and weights to sample from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Photographs to learn from, and random crops of them.
 
-The file that is read lies in experiments/data/photographs, with its licences. Where scikit-image
-and scikit-learn are installed, which brought the photographs, ``python -m experiments.dit.data``
-makes it anew.
+The file that is read lies in experiments/data/photographs, with its licences. If scikit-image and
+scikit-learn, the sources of the photographs, are installed, ``python -m experiments.dit.data``
+makes it again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A small network that tells the photographs apart; its features are what distances are taken in.
 
 It is trained here, on crops of the same photographs, in about a thousand steps. A Frechet distance
-in its features is not the FID, whose network and weights are others; it compares the modes of one
-experiment with each other.
+in its features is not the FID, which has another network and other weights. It compares the modes
+of one experiment with each other.
 """
 
 from __future__ import annotations

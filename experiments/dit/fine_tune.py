@@ -43,7 +43,7 @@ HELD_OUT, HELD_OUT_FROM = 32, 10**9
 def tuned(
     settings: Settings, weights: Any, xp: Any, variant: str, batches: int, advance: Any
 ) -> tuple[list[float], list[float]]:
-    """Fine-tune with a rung; return its losses, and those of held-out batches afterwards.
+    """Fine-tune with a rung; return its losses, and the losses of held-out batches afterwards.
 
     Parameters
     ----------

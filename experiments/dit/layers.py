@@ -1,9 +1,9 @@
 """Layers of the transformer, each beside its backward pass, for NumPy and CuPy arrays.
 
-A forward pass returns its result and what the backward pass needs; that takes the gradient with
-respect to the result and returns those with respect to the arguments. Matrix products are of the
-type that the weights come in, float16 on a device; everything else is in the type of its
-arguments, float32.
+A forward pass returns its result and the data that the backward pass needs. The backward pass takes
+the gradient of the result and returns gradients of the arguments. Matrix products are of the type
+that the weights come in, float16 on a device; everything else is in the type of its arguments,
+float32.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Moments:
 
     @classmethod
     def of(cls, features: npt.ArrayLike) -> Moments:
-        """Return those of (count, features): more rows than columns, for a full rank."""
+        """Return features (count, features), with more rows than columns, for a full rank."""
         x = np.asarray(features, np.float64)
         return cls(x.mean(axis=0), np.cov(x, rowvar=False))
 

@@ -1,8 +1,8 @@
 """A diffusion transformer: patches, adaLN blocks, QK-norm, RoPE, MLP, forwards and backwards.
 
 It predicts the velocity of flow matching, ``noise - image``, at ``x = (1 - sigma) image + sigma
-noise``. One linear layer makes shifts, scales and gates of noise level and label for all blocks,
-and each block adds a table of its own to them (adaLN-single, Chen et al. 2023).
+noise``. One linear layer makes shifts, scales and gates for all blocks from noise level and label.
+Each block adds a separate table to them (adaLN-single, Chen et al. 2023).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def positions(shape: Shape) -> np.ndarray:
 
 
 class Model:
-    """The transformer: what is fixed about it, and its two passes.
+    """The transformer: its fixed sizes, and its two passes.
 
     Parameters
     ----------

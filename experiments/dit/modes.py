@@ -32,7 +32,7 @@ INT8: dict[str, dict[str, Any]] = {
 NAMES = (REFERENCE, FULL, *INT8)
 #: Bins of log-SNR that a static scale is for; percentile of the maxima that it is of.
 BINS, PERCENTILE = 8, 100.0
-#: Seeds of the images that are calibrated with; those that are judged begin at 0.
+#: Seeds of the images for calibration. Seeds of judged images begin at 0.
 CALIBRATION_SEEDS = range(1_000_000, 1_000_004)
 
 At = Callable[[int], Attention]

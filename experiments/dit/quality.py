@@ -10,7 +10,7 @@ Run          python -m experiments.dit.quality [--images N] [--quick] [--json FI
 
 Intervals are 95 % bootstrap intervals over seeds. The Frechet distance is not the FID, and there is
 no LPIPS: both take weights of networks that would have to be downloaded. ``--stored`` measures
-nothing: it writes docs/QUALITY.md anew from the records.
+nothing: it rewrites docs/QUALITY.md from the records.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sampled:
 
 
 def distance(x: Array, from_: Array) -> Array:
-    """Return the relative L2 distance of x, a number that nobody has waited for."""
+    """Return the relative L2 distance of x, without a device synchronisation."""
     xp = array_namespace(x)
     return xp.linalg.norm((x - from_).ravel()) / xp.linalg.norm(from_.ravel())
 
@@ -76,7 +76,7 @@ def noting(path: list[Array]) -> Callable[[int, Array], None]:
 
 
 def comparing(path: list[Array], errors: list[Array]) -> Callable[[int, Array], None]:
-    """Return what notes how far the images are from those that were kept of each step."""
+    """Return a callback that notes the distance of images from the kept ones at each step."""
     return lambda step, x: errors.append(distance(x, path[step]))
 
 
@@ -199,7 +199,7 @@ def compared(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells of what is printed."""
+    """Return header and cells of the printed table."""
     header = ["", "PSNR to 32-bit", "to 16-bit", "SSIM to 16-bit", "Frechet", "an image"]
     cells = []
     for row in rows:

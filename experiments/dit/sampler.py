@@ -1,6 +1,6 @@
 """Sampling: Euler's steps along the velocity from noise to an image.
 
-Image i starts from noise of its own seed, whatever else is sampled.
+Image i starts from noise of seed i, independent of the other images.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m experiments.dit.train [--minutes 8] [--steps N] [--batch N] [--seed N] [--folder DIR]
 
-Stops after so many minutes and says how far it came; the same command goes on from there, to the
-bit, also where it was killed. At the end the averaged weights go to experiments/dit/weights.npz in
+Stops after so many minutes and prints its progress. The same command resumes from there, to the
+bit, also after a kill. At the end the averaged weights go to experiments/dit/weights.npz in
 float16, and the record of the losses to experiments/results/dit_train.json. Every number follows
 from the seed: crops, noise and noise levels of a step are drawn from (seed, step), sums have a
 fixed order. ``--quick`` trains a tiny one on the mirror, without a device.
@@ -128,7 +128,7 @@ class Trainer:
             If gradients stay infinite or NaN.
         """
         gradient, scale = self._gradients.flat, state.scale.value
-        with np.errstate(over="ignore", invalid="ignore"):  # what is infinite is left out
+        with np.errstate(over="ignore", invalid="ignore"):  # infinite numbers are left out
             loss, d_velocity, tape = self.loss(state.weights, batch)
             self.model.backward(scale * d_velocity, tape, self._gradients)
             gradient /= scale
@@ -190,7 +190,7 @@ def train(
 
 
 def curve(losses: Sequence[float], steps: int = STEPS_OF_A_FIGURE) -> list[float]:
-    """Return the means of every so many losses, what is left over at the end apart.
+    """Return the means of groups of losses, and separately of the rest at the end.
 
     Examples
     --------
@@ -212,7 +212,7 @@ def array_module(*, quick: bool) -> Any:
 def loaded(args: argparse.Namespace, seed: int = 0) -> tuple[Any, Shape, Parameters]:
     """Return the array module, and the stored weights of ``args.weights``, float16.
 
-    For a run in small those of a tiny transformer, not trained, drawn by the seed.
+    For a small run, random weights of a tiny transformer, drawn by the seed.
     """
     xp = array_module(quick=args.quick)
     if args.quick:

@@ -4,8 +4,8 @@ Varies       length in {512, 1024, 2048, 4096, 8192, 16384}; head_dim in {64, 12
              not
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, float16, N(0, 1), d_out too
 Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, what
-             the atomic form does); in the same rounds the ratio to cuDNN of the form that is taken
-             where none is asked for, and that of the atomic to the deterministic form
+             the atomic form does); in the same rounds the ratio of the default form to cuDNN, and
+             of the atomic to the deterministic form
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, the
              backward pass alone
 Expect       the form that is taken ahead of cuDNN; the deterministic form at 0.85 and more of the
@@ -116,7 +116,7 @@ def judge(
 
 
 def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
-    """Judge every pass on one problem, and on a device time those that hold their bound."""
+    """Judge every pass on one problem, and on a device time the passes that hold their bound."""
     on_device = not args.quick
     given = received(problem, on_device=on_device)
     ways = {ATOMIC: ours(problem, deterministic=False)}

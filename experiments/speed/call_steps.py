@@ -2,8 +2,8 @@
 
 Varies       public function
 Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16; nothing is launched, so no device is
-             needed: kernels of the first call are left out of the interpreter, those of known
-             calls out of a stand-in for the driver
+             needed: the interpreter leaves out kernels of the first call, and a stand-in for the
+             driver leaves out kernels of known calls
 Measures     of a first call of fa_tc, by `sys.setprofile`: *stays*, runs of frames of the package
              in one module, entered or returned to, the caller's own at the end among them; the
              modules; and *moves* from one module of problem/ to another; of known calls: Python
@@ -81,7 +81,7 @@ def first_call() -> dict[str, int]:
         return ca.attention(q, k, v, backend="interpret")
 
     with mock.patch.object(interpret, "run", lambda *_: None):
-        call()  # imports what is imported when it is first needed
+        call()  # triggers imports at first use
         forget()
         stays = [module for module, _ in itertools.groupby(modules_of(call))]
     inside = str(PACKAGE / "problem") + "/"

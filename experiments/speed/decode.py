@@ -5,15 +5,15 @@ Varies       (batch, key heads, len_kv) from one long sequence to many; query he
              --tiles, where there are more than 16 rows, also the tiles of the split form
 Holds fixed  float16, N(0, 1), causal
 Measures     J2 of some rows; bytes of K and V per second of a prepared call, as a share of the
-             bytes that a copy of K and V reads and writes per second in the same rounds
+             bandwidth of a copy of K and V in the same rounds
 Beside       the portable form of fa_tc, asked for by its tiles, up to 128 MB of K and V
 Run          python -m experiments.speed.decode [--quick] [--tiles] [--json FILE]
 
 Every way runs as a CUDA graph of at least 8 calls, on inputs that rotate through more than the L2
-cache: two launches from Python take longer than the shortest of these calls (`host_time.py` has the
+cache. Two launches from Python take longer than the shortest of these calls (`host_time.py` has the
 host's share). The copy moves K, then V, from contiguous memory to contiguous memory. It is timed
-outside of a graph, too, where copies may take another way through the device, and the faster of the
-two is what the others are a share of.
+outside of a graph, too, where copies may take another way through the device. The others are shares
+of the faster of the two.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ JUDGED_ROWS = 2**11
 GRAPH_CALLS = 8
 COPY, PLAIN_COPY = "copy of K and V", "copy of K and V, no graph"
 TAKEN, PORTABLE = "fa_tc", "fa_tc, portable"
-#: Tiles of the split form beside those of cupyattn/kernels/ladder.py: other steps, more stages.
+#: Tiles of the split form beside the tiles of cupyattn/kernels/ladder.py: other steps, more stages.
 CANDIDATES = {
     64: (ca.Tiles(64, 64, 4, 3), ca.Tiles(128, 32, 4, 8)),
     128: (ca.Tiles(64, 16, 4, 6), ca.Tiles(128, 16, 4, 12), ca.Tiles(128, 32, 4, 4)),
@@ -101,7 +101,7 @@ def draw(sizes: Sequence[int], seed: int, *, on_device: bool) -> tuple[Any, ...]
 def prepared(
     inputs: tuple[Any, ...], exact: rungs.Exact, **options: Any
 ) -> tuple[dict[str, Any], Callable[..., Any]]:
-    """Plan a call, run it and hold it to its bound; return what is known of it, and the call."""
+    """Plan a call, run it and check its bound; return its facts and the call."""
     q, k, v = inputs
     o = q.copy()
     call = ca.plan(q, k, v, variant="fa_tc", causal=True, out=o, **options)
@@ -175,7 +175,7 @@ def timed(
     for name in graphs:
         samples[name] = [seconds / count for seconds in samples[name]]
     seconds = {name: timing.median(x).median for name, x in samples.items()}
-    cupy.get_default_memory_pool().free_all_blocks()  # each stream has a pool of its own
+    cupy.get_default_memory_pool().free_all_blocks()  # each stream has a separate pool
     copy = min((COPY, PLAIN_COPY), key=lambda name: seconds[name])
     # A copy moves every byte twice, attention once.
     shares = {

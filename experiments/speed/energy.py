@@ -8,8 +8,8 @@ Measures     J2; joules per call by NVML's counter, idle power included and take
 Run          python -m experiments.speed.energy [--quick] [--seconds 2] [--json FILE]
 
 A window lasts at least --seconds, which must be 2 or more, and begins and ends where the counter is
-renewed. There is one window a cell and one at rest before them; the record is written anew after
-each, so that a run that is cut short keeps what it has. fa_int8 quantises within the call.
+renewed. There is one window a cell and one at rest before them. The record is rewritten after each,
+so an interrupted run keeps its results. Calls of fa_int8 include quantising.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ Run          python -m experiments.speed.feature_costs [--quick] [--json FILE] [
              [--stored] [--merge FILE ...]
 
 What the calls on a problem run is compiled beforehand, ``--threads`` modules at a time. The record
-is written after each head_dim, so that a run that is cut off leaves those that it has measured;
-``--head-dims`` measures the others, and ``--merge`` puts their record into the committed one.
-``--update-docs`` writes docs/FEATURES.md: from the record alone with ``--stored``, and from none
-that lacks a head_dim or a rung.
+is written after each head_dim, so an interrupted run keeps its results. ``--head-dims`` measures
+the others, and ``--merge`` puts their record into the committed one. ``--update-docs`` writes
+docs/FEATURES.md: from the record alone with ``--stored``, and from none that lacks a head_dim or a
+rung.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEAD_DIMS, RUNGS = (64, 128), tuple(ca.VARIANTS)
 PLAIN, PACKED = "plain", "packed"
 #: Marks a call in another form than the plain one.
 DAGGER = "†"
-#: Every feature alone, in the order of the page, and what it is in this experiment.
+#: Every feature alone, in the order of the page, with its options in this experiment.
 FEATURES = {
     PLAIN: "nothing but attention",
     "lse": "`return_lse=True`; on Hopper, `fa_int8` then quantises Q in the pass before the "
@@ -115,8 +115,8 @@ def kernels(
 ) -> list[tuple[compiler.ModuleSpec, str]]:
     """Return what the calls with each feature compile on a device, and for which architecture.
 
-    What quantises beforehand, as `judged` does, is among them: the passes of a call that returns
-    the log-sum-exp, which takes codes of Q from a pass, too.
+    Passes that quantise beforehand are included. A call that returns the log-sum-exp takes codes of
+    Q from a pass, too.
     """
     capability = architectures.capability_of(arch)
 
@@ -170,7 +170,7 @@ def measure_rung(
     rounds: int,
     on_device: bool,
 ) -> list[dict[str, Any]]:
-    """Judge every feature of a rung, then time those that hold their bound, in turns."""
+    """Judge every feature of a rung, then time the features that hold their bound, in turns."""
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[int], Any]] = {}
     sets = timing.rotated(inputs) if on_device else []
@@ -265,7 +265,7 @@ def check_whole(measured: Mapping[tuple[int, str], Collection[str]]) -> None:
 
 
 def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with the rungs of a part of the problems in place of its own.
+    """Return a record in which the rungs of a partial record replace the old ones.
 
     Each of their rows says at which revision, by which command, and on which device if it is
     another, it was measured.
@@ -352,9 +352,9 @@ def from_record(args: argparse.Namespace) -> int:
 def table(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of one problem: the cost of each feature in each rung.
 
-    A cell is the ratio to the plain call with its 95 % interval, or "not measured" with a feature
-    that the rung's run did not have yet; the plain call itself has its time. Without times a cell
-    is the error as a share of the bound.
+    A cell is the ratio to the plain call with its 95 % interval. It is "not measured" for a feature
+    that the rung's run did not have yet. The plain call has its time. Without times a cell is the
+    error as a share of the bound.
     """
     cells = {(row["feature"], row["rung"]): _cell(row) for row in found["rows"]}
     rungs = list(dict.fromkeys(row["rung"] for row in found["rows"]))

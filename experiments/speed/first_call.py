@@ -1,10 +1,10 @@
 """How long does the first call of a configuration take?
 
 Varies       rung, form, head_dim; the compile cache empty, or filled by the call before
-Holds fixed  batch 1, 2 heads, length 256, float16; a process of its own for every call, its CuPy
+Holds fixed  batch 1, 2 heads, length 256, float16; a separate process for every call, its CuPy
              context up and another kernel of the library loaded
-Measures     seconds from the call to its result (checks, plan, compiling or reading, launch),
-             and those of the call after it
+Measures     seconds from the call to its result (checks, plan, compiling or reading, launch), and
+             seconds of the call after it
 Run          python -m experiments.speed.first_call [--quick] [--json FILE]
 """
 

@@ -1,8 +1,8 @@
 """What does the way from a framework to a call cost, beside the call itself?
 
-Varies       framework; the way: JAX's foreign functions or its callback, a module of diffusers
-             by itself or watched; bytes of the operands
-Holds fixed  what is called does nothing (JAX), or stays native (diffusers); one thread
+Varies       framework; the way: JAX's foreign functions or its callback, a module of diffusers by
+             itself or watched; bytes of the operands
+Holds fixed  the call does nothing (JAX), or stays native (diffusers); one thread
 Measures     seconds of the host per call, the result awaited
 Run          python -m experiments.speed.framework_costs [--quick] [--json FILE]
 """

@@ -43,13 +43,13 @@ from experiments._harness.others import format_comparison
 OWN, PORTABLE, LAYER = "int8_gemm", "int8_gemm, portable", "act_quant and int8_gemm"
 ALONE = "int8_gemm, no tile shared"
 INT_MM, FP16 = "torch._int_mm", "torch FP16"
-#: Rows that are judged; and of a pass over a matrix those that are compared.
+#: Number of judged rows, and of compared rows of a pass over a matrix.
 JUDGED_ROWS, PASS_ROWS = 64, 1024
 
 
 @dataclass(frozen=True)
 class Size:
-    """One product, (m, k) by (n, k), and what it stands for."""
+    """One product, (m, k) by (n, k), and the layer that it represents."""
 
     label: str
     m: int
@@ -73,8 +73,8 @@ SIZES = (
     *(Size("few rows", m, 12_288, 3072) for m in (1, 8, 16, 64)),
 )
 QUICK_SIZES = (Size("square", 256, 256, 256), Size("few rows", 1, 384, 256))
-#: Hopper tiles to time beside the chosen: those, and what three warpgroups compute, whose products
-#: and sums may overlap more evenly than those of two.
+#: Hopper tiles to time: the default tiles, and tiles for three warpgroups, whose products and sums
+#: may overlap more evenly than with two.
 RACED_TILES = (
     *(tiles for tiles in HOPPER_TILES if tiles.splits == 1),
     *(GemmTiles(192, 128, num_warps=16, num_stages=5, tail_splits=s) for s in (1, 2)),
@@ -164,7 +164,7 @@ def others(size: Size) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         FP16: lambda x, w, a, a_scales, b, b_scales: torch.matmul(x, w.t())
     }
-    if size.m > 16 and size.n % 8 == 0 and size.k % 8 == 0:  # what it takes
+    if size.m > 16 and size.n % 8 == 0 and size.k % 8 == 0:  # limits of torch._int_mm
         found[INT_MM] = lambda x, w, a, a_scales, b, b_scales: torch._int_mm(a, b.t())
     return found
 
@@ -214,7 +214,7 @@ def measure(
 def measure_pass(name: str, shape: tuple[int, int], args: argparse.Namespace) -> dict[str, Any]:
     """Compare a pass over a matrix with NumPy's bits, then with a copy of that matrix.
 
-    The first 1024 rows are those that are compared: whole blocks of a weight.
+    The first 1024 rows are compared: whole blocks of a weight.
     """
     host, _ = draw(Size("", shape[0], 1, shape[1]), args.seed, np)
     row: dict[str, Any] = {"pass": name, "rows": shape[0], "columns": shape[1]}
@@ -300,7 +300,7 @@ def table_of_the_last_wave(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str]
 
 
 def chosen_sizes(args: argparse.Namespace) -> tuple[Size, ...]:
-    """Return the products to measure: those whose label begins as the arguments say, or all."""
+    """Return the products whose label begins as the arguments say, or all."""
     sizes = QUICK_SIZES if args.quick else SIZES
     found = tuple(x for x in sizes if args.only is None or x.label.startswith(args.only))
     if not found:

@@ -1,15 +1,15 @@
 """How fast are INT8 linear layers of torch beside BF16 and comfy-kitchen?
 
-Varies       the layer: those of Flux, Wan 14B, Kandinsky 5 Pro, HunyuanVideo and SD3.5, and a
-             product of 8,192 cubed by itself; what shares a scale
+Varies       the layer, of Flux, Wan 14B, Kandinsky 5 Pro, HunyuanVideo and SD3.5, and a product of
+             8,192 cubed by itself; what shares a scale
 Holds fixed  N(0, 1) activations and weights in BF16, bias, BF16 out; activations quantised in the
              call
 Measures     the largest error as a share of its bound, on 64 rows and 256 columns; time; the ratios
              to the others in the same rounds, and their geometric mean and least; of the product
              TOP/s, with clock and power; of a layer of few rows the host's time for a call
 Beside       torch.nn.functional.linear in BF16; comfy-kitchen's int8_linear, given the codes and
-             scales of channels, where it is installed (the record says why it is not there);
-             beside the product torch._int_mm
+             scales of channels, where it is installed (the record says why it is not there); beside
+             the product torch._int_mm
 Expect       channels 1.6 times BF16 in the geometric mean and 1.35 at least, blocks 1.25 and 1.1,
              1.5 times comfy-kitchen; the product of channels 1,500 TOP/s, 1.6 times torch._int_mm;
              15 us of the host
@@ -41,7 +41,7 @@ from experiments.speed import host_time
 from experiments.speed.gemm import Size
 
 BF16, INT_MM = "torch BF16", "torch._int_mm"
-#: Those that ours are compared with, in the order of the table.
+#: Names of the compared layers, in the order of the table.
 OTHERS = (BF16, INT_MM, COMFY)
 #: Rows of C that are judged, and columns from its first and its last on.
 JUDGED_ROWS, JUDGED_COLUMNS = 64, 128

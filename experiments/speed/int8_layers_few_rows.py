@@ -1,6 +1,6 @@
 """Are INT8 linear layers of few rows as fast as BF16, with no host in the time?
 
-Varies       rows, 1 to 512; the layer, those of Flux and Wan 14B; what shares a scale
+Varies       rows, 1 to 512; the layer, of Flux and Wan 14B; what shares a scale
 Holds fixed  N(0, 1) activations and weights in BF16, bias, BF16 out; activations quantised in the
              call; weights that take turns, together more than twice the L2 cache
 Measures     the largest error as a share of its bound; seconds of a call, as part of a CUDA graph

@@ -1,4 +1,4 @@
-"""What is each idea of the ladder worth, and how far is it from other libraries?
+"""How much does each idea of the ladder gain, and how far is it from other libraries?
 
 Varies       the rung; head_dim in {64, 128, 256}; causal or not
 Holds fixed  batch 4, 16 heads, length 4096, float16, N(0, 1), each rung's own tiles

@@ -1,15 +1,15 @@
 """Is a module of our own better than the library that could stand in its place?
 
 Varies       the module (NVML, NVRTC, XLA's calls, NCCL, the cache's limit) and its rival
-Holds fixed  one thread; a process of its own for every start, ours and theirs in turns
+Holds fixed  one thread; a separate process for every start, ours and theirs in turns
 Measures     seconds from a process that has neither to the first answer, and of a call later; lines
              of code of either; bytes that the wheels add; for JAX also what an error says, and
              whether the program stays in JAX's cache on disk; for the cache the time of a trim
 Run          python -m experiments.speed.libraries [--quick] [--folder FOLDER] [--json FILE]
 
-Libraries that are not installed are left out, and so is what needs a device where there is none:
-calls of NVML and NCCL are timed on a device, by the same command. FOLDER holds the wheels as
-``pip download`` leaves them.
+Libraries that are not installed are left out. Without a device, so are calls that need one. The
+same command on a device times calls of NVML and NCCL. FOLDER holds the wheels as ``pip download``
+leaves them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ spoken = xla_ffi.spoken_version(jax.ffi.include_dir())
 made = jax.ffi.pycapsule(xla_ffi.handler(print, spoken, on_device=False))
 jax.ffi.register_ffi_target("cupyattn_start", made, platform="cpu")
 """
-#: (part, way, what the process has imported, what is timed, modules that it needs).
+#: (part, way, imports of the process, timed code, modules that it needs).
 STARTS = (
     ("import cupyattn", "ours", "", "import cupyattn", ()),
     ("NVML", "ours", f"from cupyattn.measure import nvml; {_CANDIDATES}",
@@ -253,7 +253,7 @@ def jax_facts(way: str, folder: str) -> dict[str, Any]:
 
 
 def jax_rows() -> list[dict[str, Any]]:
-    """Return the facts of both ways, each from a process of its own."""
+    """Return the facts of both ways, each from a separate process."""
     if missing(["jax"]):
         return []
     rows = []

@@ -1,4 +1,5 @@
-"""Does a call keep its speed from a thousand tokens to a million, and its memory to what is said?
+"""Does a call keep its speed from a thousand tokens to a million, and its memory within the stated
+bytes?
 
 Varies       length, from 1,024 to 1,048,576; fa_tc and fa_int8, torch's cuDNN beside where it is
              there
@@ -9,7 +10,7 @@ Measures     J2 of some rows; time and TFLOP/s; bytes that the memory pool takes
 Run          python -m experiments.speed.long_sequences [--quick] [--lengths N N] [--json FILE]
 
 Calls of half a second or more are timed LONG_ROUNDS times, each a mean over its own length. The
-record is written anew after each length.
+record is rewritten after each length.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ Run          python -m experiments.speed.peers_int8 [--quick] [--json FILE] [--a
              [--cells 128:4096 64:8192c 64:4096x77 ...] [--models NAME ...]
              [--stored [--merge FILE ...]]
 
-A whole run takes longer than some machines may be had for: ``--cells`` and ``--models`` take parts
-of it, ``--json`` writes them elsewhere, and ``--merge`` puts them into the committed record.
+A whole run may take longer than a machine is available. ``--cells`` and ``--models`` take parts of
+it, ``--json`` writes them elsewhere, and ``--merge`` puts them into the committed record.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def merged(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with the problems of another that it lacks, compared anew."""
+    """Return a record with the problems of another that it lacks, compared again."""
     whole = merging.with_missing(record, part)
     return {**whole, "compared": compared(whole["problems"])}
 

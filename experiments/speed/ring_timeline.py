@@ -84,7 +84,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def stage(self, name: str, stream: Any = None) -> Iterator[None]:
-        """Mark what is launched within."""
+        """Mark all work that is launched within."""
         now, begin = milliseconds(), self.event(stream)
         yield
         self.stages.append((name, begin, self.event(stream), now))
@@ -147,7 +147,7 @@ def _travelling(inner: Callable[..., Any]) -> Callable[..., Any]:
         if timeline is None:
             return inner(group, *given)
         with group.on_device():
-            if isinstance(group, nccl.NcclGroup):  # it begins when what it sends is there
+            if isinstance(group, nccl.NcclGroup):  # it begins when the sent arrays are ready
                 group._stream.wait_event(timeline.event())
             with timeline.stage("exchange", group._stream):
                 return inner(group, *given)

@@ -48,7 +48,8 @@ HEADS, HEAD_DIM, WEAK_HEADS, WEAK_LENGTH = 32, 128, 16, 4096
 JUDGED_ROWS, JUDGED_HEADS = 96, (6, 2)
 #: Devices that the model is asked for.
 PREDICTED = (8, 64, 512)
-#: How codes are made: those of smoothed keys follow the order in which a device adds up a mean.
+#: Codes without smoothing, because smoothed codes depend on the order in which a device sums a
+#: mean.
 UNSMOOTHED = ca.QuantConfig(smooth_k=False)
 #: Rows of the check of memory.
 MANY = 2**20
@@ -86,7 +87,7 @@ class Way:
         return Mesh(ranks, min(self.ulysses or ranks, ranks))
 
     def fits(self, ranks: int) -> bool:
-        """Whether it is a way of its own for so many ranks."""
+        """Whether this number of ranks makes it differ from the other ways."""
         return ranks == 1 or self.ulysses in (0, 1) or (
             ranks % self.ulysses == 0 and ranks > self.ulysses
         )  # fmt: skip
@@ -256,7 +257,7 @@ def is_hopper() -> bool:
 
 def predicted(way: Way, problem: Problem, ranks: int, transport: str) -> Costs:
     """Return the model's costs of a cell."""
-    if way.axis:  # a call of its own for every rank
+    if way.axis:  # a separate call for every rank
         part = {"batch": problem.batch, "heads": problem.heads}
         part[way.axis] //= ranks
         return predict(replace(problem, **part).call, Mesh(1, 1), variant=way.variant)
@@ -266,7 +267,7 @@ def predicted(way: Way, problem: Problem, ranks: int, transport: str) -> Costs:
 
 
 def cells(args: argparse.Namespace, counts: Sequence[int]) -> list[tuple[Way, Problem, int]]:
-    """Return what is measured: ways, problems, numbers of ranks."""
+    """Return the measurements: ways, problems, numbers of ranks."""
     if args.memory:
         problem = Problem(1, HEADS, recording.quick_length(args, MANY), True)
         if args.quick:

@@ -20,9 +20,9 @@ Run          python -m experiments.speed.scores [--quick] [--json FILE] [--round
              [--cells 64:4096:bfloat16 ...] [--seconds N] [--update-docs]
              [--stored [--merge FILE ...]]
 
-A cell is HEAD_DIM:LENGTH:DTYPE. After four fifths of ``--seconds`` no other library is compiled;
-once they are over no cell begins, and the cells that are left are printed: ``--cells`` measures
-them, and ``--merge`` puts their record into the committed one. The record is written after each.
+A cell is HEAD_DIM:LENGTH:DTYPE. After four fifths of ``--seconds`` no other library is compiled.
+After all of them no cell begins, and the remaining cells are printed. ``--cells`` measures them,
+and ``--merge`` puts their record into the committed one. The record is written after each.
 ``--update-docs`` writes its part of docs/FEATURES.md.
 """
 
@@ -101,7 +101,7 @@ class ScoreCell:
         return f"{self.head_dim}:{self.length}:{self.dtype}"
 
     def problem(self, args: argparse.Namespace) -> Problem:
-        """Return what is drawn for it, in small with ``--quick``."""
+        """Return the inputs drawn for it, small ones with ``--quick``."""
         batch, heads, length = TOKENS // self.length, WIDTH // self.head_dim, self.length
         if args.quick:
             batch, heads, length = 2, 2, recording.quick_length(args, length)

@@ -1,7 +1,7 @@
 """What do Q K^T, the softmax and P V each cost in fa_tc, told by leaving them out?
 
-Varies       what is left out: any of the three, two of them, all; the Hopper form and the portable
-             one; length 4,096, causal or not, and 16,384
+Varies       the parts that are left out: any of the three, two of them, all; the Hopper form and
+             the portable one; length 4,096, causal or not, and 16,384
 Holds fixed  16,384 tokens in all, 16 heads of head_dim 128, float16, N(0, 1)
 Measures     J2 of the whole; time, and in the same rounds the ratio to the whole; registers, spills
 Expect       less than the sum of the parts for the whole: they overlap, the more so on Hopper
@@ -9,10 +9,10 @@ Run          python -m experiments.tuning.breakdown [--quick] [--cells 128:4096 
              [--forms sm90 portable] [--json FILE]
 
 Parts are left out by the patches in experiments/tuning/left_out, which must apply exactly once.
-Copies of Q, K and V to shared memory, barriers and the store of O stay in every cell: with all
-three parts left out they are what is left. What is left computes no attention, so only the whole
-is judged. A part alone is its time beside the copies; what a part saves is the time that the whole
-loses without it. The record is written again after each problem.
+Copies of Q, K and V to shared memory, barriers and the store of O stay in every cell. With all
+three parts left out, these remain. The rest computes no attention, so only the whole is judged. A
+part alone is its time beside the copies; what a part saves is the time that the whole loses without
+it. The record is written again after each problem.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def called(parts: Sequence[str]) -> str:
 def hunks_of(form: str, part: str) -> tuple[patches.Hunk, ...]:
     """Return the hunks that leave a part out of a form."""
     lines = (FOLDER / f"{form}_{part}.patch").read_text(encoding="utf-8").splitlines(keepends=True)
-    return patches.hunks_of(lines[1:])  # the first says what is left out
+    return patches.hunks_of(lines[1:])  # the first names the parts that are left out
 
 
 def changes(form: str, parts: Sequence[str], folder: Path) -> Path:
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_table(found: Mapping[str, Any]) -> None:
-    """Print what is left and how long it takes, then the parts."""
+    """Print the remaining parts and their time, then the parts."""
     print(f"\n{found['problem']['name']}, {found['form']}: J2 {found['judgement']['j2']:.2g}")
     rows = []
     for row in found["rows"]:

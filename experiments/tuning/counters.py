@@ -3,15 +3,15 @@
 Varies       every rung, fa_tc and fa_int8 in their portable and their Hopper form
 Holds fixed  head_dim 128, float16, N(0, 1); length 4,096 and 16 heads on a device, 128 and one head
              in the interpreter
-Measures     J2; passes of shared memory and how many of them are conflicts, as the interpreter
-             counts them of the PTX and as Nsight Compute does of the device; bytes of DRAM and of
-             L2 beside the least that a call can move: Q, K, V once, O once; the busiest pipes
+Measures     J2; passes of shared memory and conflicts among them, as the interpreter counts them in
+             the PTX and Nsight Compute on the device; bytes of DRAM and of L2 beside the least that
+             a call can move: Q, K, V once, O once; the busiest pipes
 Run          python -m experiments.tuning.counters [--quick] [--json FILE]
 
 On a device this runs itself under ``ncu --clock-control none``, one call of each rung with cold
-caches; counters that this ncu or device does not have are left out. What wgmma and the bulk copy
-engine read and write in shared memory is neither in the interpreter's count nor in that of the
-load-store unit: both are laid out by the hardware's own swizzle.
+caches. Counters that this ncu or device does not have are left out. Neither the interpreter nor the
+load-store unit counts accesses of wgmma and of the bulk copy engine to shared memory. Both use the
+hardware's swizzle.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ _MORE_PORTABLE = (
     GemmTiles(64, 64, num_warps=4, num_stages=5, splits=4),
     GemmTiles(64, 128, num_warps=4, num_stages=4, splits=4),
 )
-#: An SM has room for one block of these, and for two of those that are taken.
+#: An SM has room for one block of these tiles, and for two of the default tiles.
 _MORE_HOPPER = (
     *(GemmTiles(64, 128, num_warps=8, num_stages=8, splits=s) for s in (2, 4, 8)),
     *(GemmTiles(64, 64, num_warps=8, num_stages=12, splits=s) for s in (2, 4, 8)),
@@ -122,7 +122,8 @@ def graph_of(way: Callable[..., Any], sets: Sequence[tuple[Any, ...]]) -> Callab
 
 
 def race(size: Size, args: argparse.Namespace) -> dict[str, Any]:
-    """Judge every candidate on a product, then time those that hold their bound in turns."""
+    """Judge every candidate on a product, then time the candidates that hold their bound in
+    turns."""
     on_device = not args.quick
     xp: Any = np
     if on_device:

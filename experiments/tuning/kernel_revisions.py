@@ -1,4 +1,4 @@
-"""Are the attention kernels as fast as those of an earlier revision?
+"""Are the attention kernels as fast as in an earlier revision?
 
 Varies       kernels: today's kernels_cu and the one in FOLDER; the problems of peers and peers_int8
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, where the shape is not a model's;
@@ -59,7 +59,7 @@ def kernels_in(folder: Path) -> Iterator[None]:
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Return those of `experiments.speed.peers` and `peers_int8`, each once."""
+    """Return the problems of `experiments.speed.peers` and `peers_int8`, each once."""
     names = [name for name, *_ in SHAPES]
     given = argparse.Namespace(
         quick=args.quick, seed=args.seed, head_dims=peers.HEAD_DIMS, lengths=peers.LENGTHS,
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
     for problem in () if args.quick else dict.fromkeys(p for p, _ in other):
         names = [name for name in args.rungs if (problem, name) in other]
         content["rows"] += race(problem, names, folders, args.rounds)
-        recording.keep(args, "kernel_revisions", "cuda", content)  # what there is, if time ends
+        recording.keep(args, "kernel_revisions", "cuda", content)  # results so far, if time ends
     record = recording.keep(args, "kernel_revisions", "mirror" if args.quick else "cuda", content)
     return 0 if report(record) else 1
 

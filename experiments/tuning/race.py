@@ -11,9 +11,8 @@ Run          python -m experiments.tuning.race now wide@192x96w16s2 new=FOLDER
              both=FOLDER@128x160w12s2 [--rung fa_tc --arch sm_90] [--cells 128:512 64:4096c ...]
              [--quick] [--json FILE]
 
-A candidate is NAME[=FOLDER][@TILES]: FOLDER holds what it changes of kernels_cu, TILES stand in
-place of the registry's. A cell is HEAD_DIM:LENGTH, causal with a c behind it, or
-HEAD_DIM:LENGTHxKEYS.
+A candidate is NAME[=FOLDER][@TILES]: FOLDER holds its changed files of kernels_cu, TILES replace
+the registry's. A cell is HEAD_DIM:LENGTH, causal with a c behind it, or HEAD_DIM:LENGTHxKEYS.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Form:
         return str(self.variant.forms[self.name].source)
 
     def rivals(self, problem: Problem) -> list[Cell]:
-        """Return what it is held to on a problem, where it can be had."""
+        """Return the calls of available rivals on a problem."""
         flash_2, *cudnn = sdpa(problem) or [None]
         if self.name == "portable":
             return [flash_2] if flash_2 else []
@@ -115,7 +114,7 @@ def parse_candidate(text: str, stage: Path, form: Form = HOPPER) -> Candidate:
     whole = stage / name
     for changes in (compiler.KERNELS, Path(folder)):
         shutil.copytree(changes, whole, dirs_exist_ok=True)
-    # NOTE: a source finds its headers beside itself first, so these and not those of the package.
+    # NOTE: a source finds headers beside itself first, so it includes these, not the package's.
     source = whole / Path(form.source).name
     if form.name == "sm90":
         shutil.copy(whole / form.source, source)

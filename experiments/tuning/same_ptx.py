@@ -1,11 +1,11 @@
 """Is the PTX of every kernel the same in two revisions?
 
-Varies       the revision. Each has compiled what it compiles, a run of the tests for example, into
-             a cache of its own: ``CUPYATTN_CACHE_DIR=FOLDER make test-quick`` in a checkout of it.
+Varies       the revision. Each has compiled its kernels into a separate cache, for example by a run
+             of the tests: ``CUPYATTN_CACHE_DIR=FOLDER make test-quick`` in a checkout of it.
 Holds fixed  NVRTC, its options, and what was compiled.
 Measures     for every module of the second cache whether the first has one of the same PTX, line
-             information and numbers of labels aside. NVRTC's answer to one source may vary (the
-             width of a shared load, in one kernel that was seen), so those that differ are told.
+             information and numbers of labels aside. NVRTC's output for one source may vary (in one
+             kernel, the width of a shared load), so modules that differ are listed.
 Run          python -m experiments.tuning.same_ptx FOLDER FOLDER [--json FILE]
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 from cupyattn.cli import output
 from cupyattn.measure import device
 
-#: What says nothing of the machine code: comments, places in the source, constants of headers,
-#: which are variables of a byte or a word that no instruction reads.
+#: Lines that do not affect the machine code: comments, places in the source, constants of headers.
+#: These are variables of a byte or a word that no instruction reads.
 _NOTES = ("//", ".file", ".loc")
 _CONSTANT = re.compile(r"\.global \.align \d+ \.\w+ [A-Z0-9_]+( = \d+)?;")
 

@@ -5,7 +5,7 @@ Varies       tiles, for each feature of experiments.speed.scores; rung: fa_tc, a
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, bfloat16, N(0, 1)
 Measures     J2 of two heads; time, and in the same rounds its ratio to the form's own tiles
 Expect       the tiles of cupyattn/kernels/ladder.py at the top: a bias of each entry and head waits
-             for memory, so that more of it on its way is faster
+             for memory, so more of it in flight is faster
 Run          python -m experiments.tuning.score_tiles [--quick] [--json FILE] [--rounds N]
              [--cells 64:4096:bfloat16 ...] [--features NAME ...] [--seconds N]
 """
@@ -63,7 +63,7 @@ def named(tiles: ca.Tiles) -> str:
 def measure(
     rung: str, feature: str, cell: scores.ScoreCell, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Judge every tile of a feature in a rung, and time those that pass in turns."""
+    """Judge every tile of a feature in a rung, and time in turns the tiles that pass."""
     problem = cell.problem(args)
     inputs = problem.draw(on_device=not args.quick)
     options = scores.options_of(feature, problem, array_namespace(inputs[0]))

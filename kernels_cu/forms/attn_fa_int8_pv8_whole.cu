@@ -36,8 +36,7 @@ constexpr int RESIDENT = HEAD_DIM <= 64 && NUM_WARPS == 4 ? 3 : 1;
 constexpr bool ONE_K_SCALE = GROUP_KV % BLOCK_KV == 0;  // a tile has one scale, used once per row
 // Then the largest integer of a row gives its largest score, at two comparisons per instruction.
 constexpr bool BY_DOTS = ONE_K_SCALE;
-// State of four rows lies in shared memory if its registers spilled; otherwise its addresses
-// spilled.
+// State of four rows is in shared memory if its registers spilled; otherwise its addresses did.
 constexpr bool FEW_REGISTERS = RESIDENT > 1;
 constexpr bool EXACT_L_SHARED =
     LSE && HEAD_DIM <= 128 &&
@@ -363,8 +362,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       const float weights = fminf(shfl_sum<4>(exact_l(r, h)), 0x1.fffffep127f);
       const float sum_of_weights = fmaf(M, 0.0f, weights);  // R6
       const int row = row0 + r * 16 + g + h * 8;
-      // Smoothing subtracted one number from every score of a row. O does not change, lse gets it
-      // back.
+      // Smoothing took one number off every score of a row: O is unchanged, lse gets it back.
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;

@@ -248,8 +248,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
-      // Smoothing subtracted one number from every score of a row. O does not change, lse gets it
-      // back.
+      // Smoothing took one number off every score of a row: O is unchanged, lse gets it back.
       if (LSE && quant.K_mean) {
         const float* K_mean = quant.K_mean  // [HEAD_DIM]
                               + (batch * p.heads_kv + head_kv) * HEAD_DIM;

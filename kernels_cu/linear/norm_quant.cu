@@ -5,8 +5,8 @@
 //              written. A team of warps shares a row; a lane has CHUNKS runs of eight neighbouring
 //              channels. The factors of every channel are made once for several rows. The next row
 //              is on its way during the present one.
-// Differs from row_quant.cu, which takes numbers unchanged, and rows of any length. Data flow x ->
-// mean, root mean square -> z -> y -> activation -> rotation -> largest
+// Differs from row_quant.cu, which takes numbers unchanged, and rows of any length.
+// Data flow    x -> mean, root mean square -> z -> y -> activation -> rotation -> largest
 //              magnitude -> codes. Rotation turns runs of eight in registers, then numbers
 //              of RADIX runs, which change lanes through shared memory once.
 // Kept simple  A row has 32,768 channels at most.

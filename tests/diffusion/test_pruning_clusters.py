@@ -314,7 +314,7 @@ THEFTS = {
     "barrier of the rows": ("__syncthreads();  // the rows that all warps", "; //", "race"),
     "barrier of the warps": ("__syncthreads();  // the states of all warps", "//", "race"),
     "release of the states": ("      cluster_arrive();", "      cluster_arrive_relaxed();", "race"),
-    "barrier at the end": ("cluster_sync();  // nobody reads this block's", "//", "race"),
+    "barrier at the end": ("cluster_sync();  // no block reads this block's", "//", "race"),
     "one place for states": ("smem.of_block[turn][row]", "smem.of_block[0][row]", "race"),
     "keys that are not there": ("group<NUM_STAGES - 1>", "group<NUM_STAGES>", "in flight"),
     "rows that are not there": ("cp_async_wait_group<0>", "cp_async_wait_group<1>", "in flight"),

@@ -349,7 +349,7 @@ THEFTS = {
         "race",
     ),
     "barrier between chunks": (
-        "pruning/key_importance.cu", "__syncthreads();  // nobody works on the chunk before", "//",
+        "pruning/key_importance.cu", "__syncthreads();  // no thread works on the chunk", "//",
         "race",
     ),
     "keys past the end": (

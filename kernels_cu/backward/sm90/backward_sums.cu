@@ -3,9 +3,10 @@
 // Idea         The pass behind sm90/backward_keys.cu. The sums in memory lie in the order of its
 //              accumulators. A warpgroup reads 64 rows and 64 columns in this order, and stores
 //              them as rows.
-// Differs from the portable form: there sums have the layout of dQ. Kept simple A pass over memory,
-// one warpgroup for 64 columns. Rounding R12 times scale, store Mirror
-// cupyattn.gradients.backward_mirror Bound cupyattn.gradients.backward_bound
+// Differs from the portable form: there sums have the layout of dQ.
+// Kept simple  A pass over memory, one warpgroup for 64 columns.
+// Rounding     R12 times scale, store
+// Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/warp.cuh"
 
