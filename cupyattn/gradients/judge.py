@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.interchange import taken
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
-from cupyattn.gradients.bounds import backward_bound
+from cupyattn.gradients.bounds import GradientBounds, backward_bound
 from cupyattn.gradients.exact import Gradients, GradientsWithBias, backward_exact
+from cupyattn.gradients.foreign import backward_bound_foreign
+from cupyattn.kernels.numerics import Numerics
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,11 @@ def judge_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
     *,
     d_lse: Array | None = None,
+    numerics: Numerics | None = None,
     **options: Any,
 ) -> GradientReport:
     """Compare gradients with those of the operands that the kernels received (J2).
@@ -86,12 +89,19 @@ def judge_backward(
     P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
     not at all in rows where the kernels do not use it.
 
+    With the `numerics` of another library the gradients are compared with those of exact attention,
+    and the bound includes what the library's forward pass rounds.
+
     Parameters
     ----------
     gradients : (dq, dk, dv) or (dq, dk, dv, dbias)
-        What `cupyattn.attention_backward` returned.
+        What `cupyattn.attention_backward` returned, or another library. All arrays: NumPy, CuPy, or
+        anything with DLPack.
     d_out, q, k, v, out, lse, d_lse
-        What it was given, layout BHSD.
+        What it was given, layout BHSD. `out` and `lse` are left out beside `numerics`.
+    numerics : optional
+        What another library rounds, as `cupyattn.testing.numerics` makes it. Then
+        `cupyattn.testing.judge_backward` judges packed and padded batches, too.
     **options
         As for that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask.
 
@@ -101,6 +111,10 @@ def judge_backward(
 
     Raises
     ------
+    TypeError
+        If `out` and `lse` are missing, or given beside `numerics`.
+    UnsupportedError
+        For `numerics` with 8-bit operands.
     ValueError
         For gradients of other shapes than q, k and v have.
 
@@ -112,14 +126,36 @@ def judge_backward(
     >>> judge_backward(backward_mirror(x, x, x, x, x, lse), x, x, x, x, x, lse).passed
     True
     """
-    received = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    d_out, q, k, v, out, lse = received
+    given = [x is not None for x in (out, lse)]
+    if given != [numerics is None] * 2:
+        raise TypeError(
+            "judge_backward needs out and lse of this library's forward pass, or for gradients of "
+            "another library numerics=cupyattn.testing.numerics('fp16 P') in place of both"
+        )
     with_bias = len(gradients) == len(GradientsWithBias._fields)
     names = (GradientsWithBias if with_bias else Gradients)._fields
-    gradients = operands(**dict(zip(names, gradients, strict=True)))
-    options |= {"d_lse": d_lse, "grad_bias": with_bias}
+    gradients = taken(**dict(zip(names, gradients, strict=True)))
+    d_out, q, k, v, out, lse = taken(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
+    options |= {"d_lse": taken(d_lse=d_lse)[0], "grad_bias": with_bias}
     exact = backward_exact(d_out, q, k, v, out, **options)
-    bound = backward_bound(*received, **options)
+    if numerics is None:
+        bound = backward_bound(d_out, q, k, v, out, lse, **options)
+    else:
+        bound = backward_bound_foreign(d_out, q, k, v, numerics, **options)
+    return report_of(names, gradients, exact, bound)
+
+
+def report_of(
+    names: Sequence[str], gradients: Sequence[Array], exact: Sequence[Array], bound: GradientBounds
+) -> GradientReport:
+    """Compare gradients with exact ones, as fractions of their bounds.
+
+    Raises
+    ------
+    ValueError
+        For a gradient of another shape.
+    """
     of_gradients = []
     for name, found, expected in zip(names, gradients, exact, strict=True):
         if found.shape != expected.shape:
