@@ -15,7 +15,7 @@ from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.judge import GradientReport, GradientShare, report_of
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.settings import ProblemOptions, Unpack, of_arguments, takes_options
+from cupyattn.problem.settings import MaskedOptions, Unpack, of_arguments, takes_options
 from cupyattn.testing.parts import Part, parts_of, with_longest
 
 
@@ -31,8 +31,11 @@ def judge_backward(
     d_lse: Array | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    lengths_q: Any = None,
+    lengths_kv: Any = None,
+    layout: str = "BHSD",
     sinks: Array | None = None,
-    **options: Unpack[ProblemOptions],
+    **options: Unpack[MaskedOptions],
 ) -> GradientReport:
     """Compare gradients of another library with those of exact attention.
 
@@ -49,12 +52,12 @@ def judge_backward(
         What the library rounds, as `cupyattn.testing.numerics` makes it. dS is rounded as P is.
     d_lse : array, optional
         The gradient with respect to lse, (batch, heads, len_q), or (heads, total_q) if packed.
-    cu_seqlens_q, cu_seqlens_k, sinks
+    cu_seqlens_q, cu_seqlens_k, layout, sinks
         As for `cupyattn.testing.judge`.
-    scale, causal, causal_align, window, softcap, mask, bias, block_mask, layout
-        As for the call. Rotary embeddings and normalised rows are not known here.
     lengths_q, lengths_kv
         As for `cupyattn.attention`. Gradients behind the lengths must be 0.
+    scale, causal, causal_align, window, softcap, mask, bias, block_mask
+        As for the call.
 
     Returns
     -------
@@ -68,8 +71,8 @@ def judge_backward(
     UnsupportedError
         For `numerics` with 8-bit operands.
     ValueError
-        For shapes that do not fit together, prepared rows, or a gradient of the bias beside packed
-        sequences or sinks.
+        For shapes that do not fit together, or a gradient of the bias beside packed sequences or
+        sinks.
 
     Examples
     --------
@@ -85,11 +88,6 @@ def judge_backward(
             "numerics must be what cupyattn.testing.numerics returns, such as "
             f"numerics('bf16 P'), got {shown(numerics)}"
         )
-    for name in ("rope", "qk_norm"):
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name} is not known to judge_backward: give q, k and their gradients as prepared"
-            )
     with_bias = len(gradients) == len(GradientsWithBias._fields)
     packed = not (cu_seqlens_q is None and cu_seqlens_k is None)
     if with_bias and (packed or sinks is not None):
@@ -106,8 +104,8 @@ def judge_backward(
         settings = with_longest(settings, arrays)
     shares: list[tuple[GradientShare, ...]] = []
     for part in parts_of(settings, arrays, None, d_out, d_lse, sinks):
-        own = _of_part(part, gradients, settings.layout, arrays)
-        shares.append(_judged(part, own, names, numerics, arrays.get("lengths_q"), sinks).shares)
+        own = _of_part(part, gradients, layout, arrays)
+        shares.append(_judged(part, own, names, numerics, lengths_q, sinks).shares)
     if packed:
         shares += _without_rows(names, gradients, arrays)
     worst = (max(of_one, key=lambda share: share.ratio) for of_one in zip(*shares, strict=True))

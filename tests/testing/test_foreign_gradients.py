@@ -304,7 +304,7 @@ def test_misuses_are_one_sentence() -> None:
         ({"numerics": None}, TypeError, r"numerics must be what .* got None"),
         ({"numerics": numerics("e4m3")}, UnsupportedError, "8-bit operands have no bound"),
         ({"numerics": numerics("fp16", qk="int8")}, UnsupportedError, "8-bit operands"),
-        ({"numerics": kernel.said, "qk_norm": (q, q)}, ValueError, "qk_norm is not known"),
+        ({"numerics": kernel.said, "rope": (q, q)}, TypeError, "unexpected keyword .* 'rope'"),
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             judge_backward(found, d_out, q, k, v, **words)
