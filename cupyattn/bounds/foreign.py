@@ -107,18 +107,18 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
             "codes by cupyattn.testing.numerics(..., qk='int8')"
         )
     q, k, v = received.prepared
-    sizes = _sizes(q, k, v, f)
+    sizes = sizes_of(q, k, v, f)
     n = replace(n, q_type=call.dtype, out_type=f.out_type or call.dtype)
     terms, lse = empty(q, k, v, rows, TERMS)
     for block in blocks_of(q, k, v, call.scale, options, rows):
-        found, lse[block.index] = _block_bound(block, n, f, call.scale, call.softcap, sizes)
+        found, lse[block.index], _ = block_bound(block, n, f, call.scale, call.softcap, sizes)
         for tag, term in found.items():
             terms[tag][block.index] = term
     return assemble(terms, lse)
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """Largest magnitudes that share a scale, and the mean of the keys, of split heads.
 
     Shapes (batch, heads_kv, group, 1, 1), and (batch, heads_kv, 1, 1, head_dim) of the mean.
@@ -130,7 +130,7 @@ class _Sizes:
     k_mean: Array
 
 
-def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
+def sizes_of(q: Array, k: Array, v: Array, f: Foreign) -> Sizes:
     """Return the largest magnitudes of a head of Q, K and V, or of all for 8-bit floats [L70].
 
     K may lose its mean before it is quantised, so its entry is the larger of both cases.
@@ -156,7 +156,7 @@ def _sizes(q: Array, k: Array, v: Array, f: Foreign) -> _Sizes:
             mean = k.mean(axis=2, keepdims=True)
             of_k = xp.maximum(of_k, largest(k - mean, f.qk_codes) * (1 + 2.0**-7))
         mean = xp.where(xp.isfinite(mean), xp.abs(mean), 0.0)
-    return _Sizes(
+    return Sizes(
         split_heads(largest(q, f.qk_codes), heads_kv), split_heads(of_k, heads_kv),
         split_heads(largest(v, f.v_codes), heads_kv), split_heads(mean, heads_kv),
     )  # fmt: skip
@@ -178,15 +178,16 @@ def _scaling_error(size_q: Array, f: Foreign, sigma: float) -> Array:
     return UNIT_ROUNDOFF[f.scaled_q] * size_q + HALF_SUBNORMAL[f.scaled_q] / sigma
 
 
-def _block_bound(
-    block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, softcap: float, sizes: _Sizes
-) -> tuple[dict[str, Array], Array]:
-    """R1 to R7 of one block of rows: the terms of O, and the bound of lse."""
+def block_bound(
+    block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, softcap: float, sizes: Sizes
+) -> tuple[dict[str, Array], Array, Array]:
+    """R1 to R7 of one block of rows: the terms of O, the bound of lse, and for every key a bound of
+    the error of the logarithm of its weight before the sum, 0 if the key lies far below."""
     xp = array_namespace(block.S)
     keys, head_dim = block.S.shape[-1], block.q.shape[-1]
     if keys == 0:
         zero = xp.zeros((*block.S.shape[:-1], head_dim))
-        return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1])
+        return dict.fromkeys(TERMS, zero), xp.zeros(block.S.shape[:-1]), xp.zeros_like(block.S)
     P, lse, v, o, spoilt = exact(block)
     admitted = block.admitted
     count = admitted.sum(axis=-1).astype(np.float64)
@@ -311,7 +312,7 @@ def _block_bound(
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
     delta_lse = delta_lse - xp.log1p(-xp.minimum(theta_l, 1 - U64)) + LOG_ERROR
     delta_lse = delta_lse + ROUNDINGS * U * (xp.abs(lse) + largest + delta_lse)
-    return terms, xp.where(attends, xp.where(usable, delta_lse * REFERENCE, xp.inf), 0.0)
+    return terms, xp.where(attends, xp.where(usable, delta_lse * REFERENCE, xp.inf), 0.0), d
 
 
 def _rises(S: Array, known: Array, admitted: Array, f: Foreign) -> tuple[Array, Array]:

@@ -2,9 +2,11 @@
 bound, shrinks the first problem that fails, and leaves a script that reproduces it.
 
 MODULE:NAME or FILE.py:NAME is the function; --library says how it is called. It gets q, k, v and,
-by name, the options that it takes. It returns O, or O and lse. If it raises NotImplementedError,
-the problem does not count. The last line is a summary. The exit status is 0 (all outputs are
-within their bounds), 1 (one is not, or the function failed) or 2 (nothing could be judged)."""
+by name, the options that it takes. It returns O, or O and lse. With --gradients, its gradients are
+judged: torch's and JAX's by their autograd, while a function of NumPy or CuPy takes d_out before q
+and returns dq, dk and dv. If it raises NotImplementedError, the problem does not count. The last
+line is a summary. The exit status is 0 (all outputs are within their bounds), 1 (one is not, or the
+function failed) or 2 (nothing could be judged)."""
 
 from __future__ import annotations
 
@@ -34,6 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="whose arrays, layout and arguments it takes (numpy)")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"),
                         help="of torch's tensors (cuda, if torch has one)")  # fmt: skip
+    parser.add_argument("--gradients", action="store_true",
+                        help="judge the gradients of q, k and v")  # fmt: skip
     said = parser.add_argument_group("what it rounds", "as for cupyattn.testing.numerics")
     said.add_argument("--p", metavar="TYPE", help="type of P in P.V (the type of q)")
     for name in ("accumulate", "scores", "order", "qk", "v", "out", "scaled-q"):
@@ -76,11 +80,12 @@ def run(args: argparse.Namespace) -> int:
     dtypes = args.dtypes or list(library.dtypes)
     where = f" on {function.device}" if library.arrays == "torch" else ""
     taken = ", ".join(function.taken) or "none"
-    output.say(f"{args.function} as {args.library}{where}; options drawn: {taken}\n")
+    what = "gradients of " if args.gradients else ""
+    output.say(f"{what}{args.function} as {args.library}{where}; options drawn: {taken}\n")
     asked = {
         "count": args.problems, "seed": args.seed, "block": args.block, "multiple": args.multiple,
         "head_dims": args.head_dims, "square": args.square, "grouped": not args.no_groups,
-        "empty": args.empty,
+        "empty": args.empty, "gradients": args.gradients,
     }  # fmt: skip
     found: dict[str, Search] = {}
     with output.progress("judging", args.problems * len(dtypes)) as advance:
@@ -96,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     judged = sum(len(one.judged) for one in found.values())
     if args.json:
         record = {"function": args.function, "library": args.library, "seed": args.seed}
+        record["gradients"] = args.gradients
         record |= {"environment": device.environment(), "passed": failure is None and judged > 0}
         record["problems"] = [one for each in found.values() for one in each.judged]
         record["refused"] = sum(one.refused for one in found.values())
@@ -146,16 +152,26 @@ def _leave(args: argparse.Namespace, taken: tuple[str, ...], failure: Failure) -
     place = args.function
     if place.rpartition(":")[0].endswith(".py"):
         place = str(Path(place.rpartition(":")[0]).resolve()) + ":" + place.rpartition(":")[2]
+    judge, judged = "judge", (
+        "o, lse = attention(case.q, case.k, case.v, case.options)\n"
+        'report = judge(o, case.q, case.k, case.v, **{**case.options, "lse": lse})\n'
+    )
+    if args.gradients:
+        judge, judged = "judge_backward", (
+            "given = case.o, case.q, case.k, case.v  # the gradient of O, and the operands\n"
+            "found = attention.gradients(*given, case.options)\n"
+            'options = {n: x for n, x in case.options.items() if n != "seed"}\n'
+            "report = judge_backward(found, *given, **options)\n"
+        )
     script.write_text(
         f'"""Written by cupyattn judge: {failure.kind},\n{failure.problem}."""\n'
         "from pathlib import Path\n\n"
         "from cupyattn.interop.callables import called\n"
-        "from cupyattn.testing import judge, load_counterexample\n\n"
+        f"from cupyattn.testing import {judge}, load_counterexample\n\n"
         'case = load_counterexample(Path(__file__).with_suffix(".npz"))\n'
         f"attention = called({place!r}, {args.library!r}, {failure.device!r})\n"
         f"attention = attention.limited({list(taken)!r})\n"
-        "o, lse = attention(case.q, case.k, case.v, case.options)\n"
-        'report = judge(o, case.q, case.k, case.v, **{**case.options, "lse": lse})\n'
+        f"{judged}"
         "print(report)\n"
         "raise SystemExit(not report.passed)\n",
         encoding="utf-8",

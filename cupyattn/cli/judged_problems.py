@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.callables import Called
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.strategies import HEAD_DIMS, REGIMES, attention_inputs
-from cupyattn.testing import judge
+from cupyattn.testing import judge, judge_backward
 from cupyattn.testing.counterexamples import Counterexample, keep
 
 #: Seconds after which a problem that fails is not made smaller any more.
@@ -84,6 +86,7 @@ def search(
     square: bool,
     grouped: bool,
     empty: bool,
+    gradients: bool,
     advance: Callable[[str], None],
 ) -> Search:
     """Judge a function on problems of one type.
@@ -98,6 +101,8 @@ def search(
         Problems, and the seed of the draw.
     block, multiple, head_dims, square, grouped, empty
         As `cupyattn.strategies.attention_inputs` takes them; both tiles are `block`.
+    gradients : bool
+        Judge these instead of the output.
     advance : callable
         Told of each problem.
 
@@ -136,7 +141,8 @@ def search(
         options = function.options(drawn, q.dtype)
         problem = described(q, k, options)
         try:
-            failure, ratio = _judged(function, q, k, v, options, said, problem)
+            judged = _judged_gradients if gradients else _judged
+            failure, ratio = judged(function, q, k, v, options, said, problem)
         except NotImplementedError:
             found.refused += found.failure is None
             return
@@ -180,6 +186,30 @@ def _judged(
         kind, message = OUTSIDE, str(report)
         asked["lse"] = lse
     case = keep(o, q, k, v, asked, test="", message=message)
+    return Failure(kind, problem, message, case, function.device), ratio
+
+
+def _judged_gradients(
+    function: Called, q: Any, k: Any, v: Any, options: Mapping[str, Any], said: Numerics,
+    problem: str,
+) -> tuple[Failure | None, float]:  # fmt: skip
+    """Return the same of gradients. The case has the gradient with respect to O in place of O."""
+    d_out = np.random.default_rng(q.size + k.size).standard_normal(q.shape).astype(q.dtype)
+    asked = {"numerics": said, **options}
+    try:
+        found = function.gradients(d_out, q, k, v, options)
+        report = judge_backward(found, d_out, q, k, v, **asked)
+    except NotImplementedError:
+        raise
+    except Exception:  # noqa: BLE001 - whatever it is, it is a failure of the function
+        kind, message, ratio = RAISED, traceback.format_exc(), float("inf")
+    else:
+        ratio = report.ratio
+        if report.passed:
+            return None, ratio
+        name = "" if said.foreign is None else said.foreign.name
+        kind, message = OUTSIDE, f"{name}:\n{report}"
+    case = keep(d_out, q, k, v, asked, test="", message=message)
     return Failure(kind, problem, message, case, function.device), ratio
 
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.interchange import taken
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
-from cupyattn.gradients.bounds import backward_bound
+from cupyattn.errors import UnsupportedError
+from cupyattn.gradients.bounds import GradientBounds, backward_bound
 from cupyattn.gradients.exact import backward_exact
+from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.prepared import Back, back_bound, back_exact
+from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.row_preparation import OPTIONS, Preparation
 from cupyattn.problem.settings import Settings
 
@@ -78,10 +81,11 @@ def judge_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
-    lse: Array,
+    out: Array | None = None,
+    lse: Array | None = None,
     *,
     d_lse: Array | None = None,
+    numerics: Numerics | None = None,
     **options: Any,
 ) -> GradientReport:
     """Compare gradients with the exact gradients of the operands that the kernels received (J2).
@@ -89,12 +93,19 @@ def judge_backward(
     P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
     not at all in rows where the kernels do not use it.
 
+    With the `numerics` of another library the gradients are compared with those of exact attention,
+    and the bound includes what the library's forward pass rounds.
+
     Parameters
     ----------
     gradients : (dq, dk, dv, ...)
-        What `cupyattn.attention_backward` returned.
+        What `cupyattn.attention_backward` or another library returned. All arrays: NumPy, CuPy, or
+        anything with DLPack.
     d_out, q, k, v, out, lse, d_lse
-        Arguments of that call, in layout BHSD.
+        Arguments of that call, in layout BHSD. `out` and `lse` are left out beside `numerics`.
+    numerics : optional
+        What another library rounds, as `cupyattn.testing.numerics` makes it. Then
+        `cupyattn.testing.judge_backward` judges packed and padded batches, too.
     **options
         Options of that call: scale, causal, causal_align, window, softcap, mask, bias, block_mask,
         and with `qk_norm` also qk_norm_eps, rope, rope_interleaved and rope_offset_q.
@@ -105,6 +116,10 @@ def judge_backward(
 
     Raises
     ------
+    TypeError
+        If `out` and `lse` are missing, or given beside `numerics`.
+    UnsupportedError
+        For `numerics` with 8-bit operands.
     ValueError
         For gradients of other shapes than q, k and v have.
 
@@ -116,30 +131,58 @@ def judge_backward(
     >>> judge_backward(backward_mirror(x, x, x, x, x, lse), x, x, x, x, x, lse).passed
     True
     """
-    received = operands(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
-    d_out, q, k, v, out, lse = received
+    given = [x is not None for x in (out, lse)]
+    if given != [numerics is None] * 2:
+        raise TypeError(
+            "judge_backward needs out and lse of this library's forward pass, or for gradients of "
+            "another library numerics=cupyattn.testing.numerics('fp16 P') in place of both"
+        )
+    options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
+    received = taken(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
     how, prepared = _preparation(received, options), received
     if how is not None:
-        prepared = d_out, *how.stored(q, k), v, out, lse
+        if numerics is not None:
+            raise UnsupportedError(
+                "numerics goes with rows as another library got them: normalise and turn q and k, "
+                "and judge the gradients of those"
+            )
+        prepared = received[:1] + how.stored(*received[1:3]) + received[3:]
     with_bias = len(gradients) == (4 if how is None else 6)
     names = ("dq", "dk", "dv", *["dbias"] * with_bias)
-    options |= {"d_lse": d_lse, "grad_bias": with_bias}
+    options |= {"d_lse": taken(d_lse=d_lse)[0], "grad_bias": with_bias}
     exact = backward_exact(*prepared[:5], **options)._asdict()
-    bound = backward_bound(*prepared, **options)
+    if numerics is None:
+        bound = backward_bound(*prepared, **options)
+    else:
+        d_out, q, k, v = prepared[:4]
+        bound = backward_bound_foreign(d_out, q, k, v, numerics, **options)
     if how is not None:
         names = (*names, *_WEIGHTS)
-        given = q, k, exact["dq"], exact["dk"]
-        dtypes: Any = [x.dtype.name for x in gradients[-2:]]
-        terms = back_bound(how, *given, (bound.total("dq"), bound.total("dk")), tuple(dtypes))
+        _, q, k, *_ = received
+        dtypes: Any = tuple(x.dtype.name for x in gradients[-2:])
+        errors = bound.total("dq"), bound.total("dk")
+        terms = back_bound(how, q, k, exact["dq"], exact["dk"], errors, dtypes)
         bound = replace(bound, **dict(zip(Back._fields, terms, strict=True)))
-        exact |= back_exact(how, *given)._asdict()
-    gradients = operands(**dict(zip(names, gradients, strict=True)))
+        exact |= back_exact(how, q, k, exact["dq"], exact["dk"])._asdict()
+    gradients = taken(**dict(zip(names, gradients, strict=True)))
     if how is not None:  # of one vector for all heads, too
         weights = (x.reshape(-1, x.shape[-1]) for x in gradients[-2:])
         gradients = (*gradients[:-2], *weights)
+    return report_of(names, gradients, [exact[name] for name in names], bound)
+
+
+def report_of(
+    names: Sequence[str], gradients: Sequence[Array], exact: Sequence[Array], bound: GradientBounds
+) -> GradientReport:
+    """Compare gradients with exact ones, as fractions of their bounds.
+
+    Raises
+    ------
+    ValueError
+        For a gradient of another shape.
+    """
     of_gradients = []
-    for name, found in zip(names, gradients, strict=True):
-        expected = exact[name]
+    for name, found, expected in zip(names, gradients, exact, strict=True):
         if found.shape != expected.shape:
             raise ValueError(f"{name} must have shape {expected.shape}, got {found.shape}")
         value, total = as_float64(found), bound.total(name)

@@ -1,4 +1,4 @@
-"""Attention of any library behind one call: its own arrays, layout and names of arguments.
+"""Attention of any library, and its gradients, behind one call: its arrays, layout and arguments.
 
 ``cupyattn judge`` calls functions this way, and so do the scripts that it leaves.
 """
@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -161,12 +161,72 @@ class Called:
         lse : (batch, heads, len_q) array or None
             NumPy.
         """
-        turned = LIBRARIES[self.library].layout == "BSHD"
-        operands = [self._array(np.swapaxes(x, 1, 2) if turned else x) for x in (q, k, v)]
-        made = self.function(*operands, **self.arguments(options, q.shape[1] != k.shape[1]))
+        made = self._made([self._operand(x) for x in (q, k, v)], q, k, options)
         o, lse = made[:2] if isinstance(made, (tuple, list)) else (made, None)
         o, lse = (self._on_host(name, x) for name, x in (("o", o), ("lse", lse)))
-        return (np.swapaxes(o, 1, 2) if turned else o), lse
+        return self._turned(o), lse
+
+    def gradients(
+        self, d_out: Any, q: Any, k: Any, v: Any, options: Mapping[str, Any]
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of the function, by the autograd of torch or JAX.
+
+        A function of NumPy's or CuPy's arrays returns them itself: it takes d_out before q, k and
+        v, and returns dq, dk and dv.
+
+        Parameters
+        ----------
+        d_out : (batch, heads, len_q, head_dim) array
+            The gradient with respect to O, NumPy.
+        q, k, v, options
+            As for a call.
+
+        Returns
+        -------
+        dq, dk, dv : arrays, shaped as q, k and v
+            NumPy.
+
+        Raises
+        ------
+        ValueError
+            If a function of NumPy's or CuPy's arrays does not return three arrays.
+        """
+        grad, *operands = (self._operand(x) for x in (d_out, q, k, v))
+        kind = LIBRARIES[self.library].arrays
+        if kind == "torch":
+            for x in operands:
+                x.requires_grad_()
+            made = self._made(operands, q, k, options)
+            (made[0] if isinstance(made, (tuple, list)) else made).backward(grad)
+            found = [x.grad for x in operands]
+        elif kind == "jax":
+            import jax
+
+            def output(*arrays: Any) -> Any:
+                made = self._made(arrays, q, k, options)
+                return made[0] if isinstance(made, (tuple, list)) else made
+
+            found = jax.vjp(output, *operands)[1](grad)
+        else:
+            found = self._made([grad, *operands], q, k, options)
+        if not isinstance(found, (tuple, list)) or len(found) != 3:
+            raise ValueError(f"the function must return dq, dk and dv, got {type(found).__name__}")
+        dq, dk, dv = (
+            self._turned(self._on_host(name, x))
+            for name, x in zip(("dq", "dk", "dv"), found, strict=True)
+        )
+        return dq, dk, dv
+
+    def _made(self, operands: Sequence[Any], q: Any, k: Any, options: Mapping[str, Any]) -> Any:
+        """Return what the function returns for arrays of its library."""
+        return self.function(*operands, **self.arguments(options, q.shape[1] != k.shape[1]))
+
+    def _turned(self, x: Any) -> Any:
+        """Return an array of layout BHSD in that of the library, or the other way round."""
+        return np.swapaxes(x, 1, 2) if LIBRARIES[self.library].layout == "BSHD" else x
+
+    def _operand(self, x: Any) -> Any:
+        return self._array(self._turned(x))
 
     @staticmethod
     def _on_host(name: str, x: Any) -> Any:

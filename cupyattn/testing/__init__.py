@@ -2,8 +2,8 @@
 
 `judge` compares an output with exact attention as a fraction of a derived bound, element by
 element. `assert_within_bound` raises where the fraction exceeds 1; under pytest it keeps the
-counterexample. `numerics` says what a kernel of another library rounds. `cupyattn.strategies` draws
-inputs.
+counterexample. `numerics` says what a kernel of another library rounds, and `judge_backward` holds
+gradients to it. `cupyattn.strategies` draws inputs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cupyattn.testing.counterexamples import Counterexample, load_counterexample
     from cupyattn.testing.expected import sample_rows
     from cupyattn.testing.foreign import numerics
+    from cupyattn.testing.judged_gradients import judge_backward
     from cupyattn.testing.verdict import Report, assert_within_bound, judge
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "assert_within_bound",
     "judge",
+    "judge_backward",
     "load_counterexample",
     "numerics",
     "ratio_to_bound",
@@ -37,6 +39,7 @@ __getattr__, __dir__ = lazy_face(
         "testing.counterexamples": ("Counterexample", "load_counterexample"),
         "testing.expected": ("sample_rows",),
         "testing.foreign": ("numerics",),
+        "testing.judged_gradients": ("judge_backward",),
         "testing.verdict": ("Report", "assert_within_bound", "judge"),
     },
 )  # fmt: skip

@@ -1,0 +1,350 @@
+"""How far gradients of another library may be from the exact ones, by what it is said to round.
+
+Nothing here knows its tiles or the order of its operations, nor whether it keeps P from the forward
+pass or makes it again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas under the
+tags [L83] to [L85].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyattn.arrays.groups import merge_heads, split_heads
+from cupyattn.arrays.interchange import operands
+from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
+from cupyattn.bounds.foreign import (
+    ACCUMULATORS,
+    FLUSH,
+    MOST_SLICES,
+    OPERANDS,
+    ROUNDINGS,
+    Sizes,
+    block_bound,
+    sizes_of,
+)
+from cupyattn.bounds.perturbation import gamma, half_ulp
+from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U64, U
+from cupyattn.errors import UnsupportedError
+from cupyattn.gradients.bounds import FLUSHED, MAX_EXPONENT, TERMS, GradientBounds
+from cupyattn.gradients.exact import BiasSums, GradientBlock, gradient_blocks, over_rows
+from cupyattn.gradients.problem import BackwardProblem
+from cupyattn.kernels.numerics import (
+    HALF_SUBNORMAL,
+    TENSOR_CORE_ROUNDOFF,
+    UNIT_ROUNDOFF,
+    Foreign,
+    Numerics,
+)
+from cupyattn.problem.checks import check_dtype, check_scale
+
+#: Stores of P, dP, Delta and a gradient in the type of the scores, and of dS, before and after the
+#: scale, the softcap and a bias [L84].
+STORES_OF_SCORE = 4
+#: Terms of one sum that tensor cores add in one instruction.
+STEP = 16
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the bounds of all blocks share, and the roundings of numbers in other types [L84]."""
+
+    n: Numerics
+    f: Foreign
+    sigma: float
+    softcap: float
+    sizes: Sizes
+    d_lse: bool
+
+    def stored(self, x: Array, times: int = 1) -> Array:
+        """What `times` stores of numbers up to x cost, where scores have 16 bits."""
+        if self.f.score_type == "float32":
+            return array_namespace(x).zeros_like(x)
+        unit, least = UNIT_ROUNDOFF[self.f.score_type], HALF_SUBNORMAL[self.f.score_type]
+        return times * ((1 + 2 * times * unit) * unit * x + least)
+
+    @property
+    def least_scaled(self) -> float:
+        """What underflow of dS adds if it is rounded after its multiplication by the scale."""
+        types = {self.n.p_type, self.f.score_type} - {"float32"}
+        return STORES_OF_SCORE * sum(HALF_SUBNORMAL[t] for t in types) / min(self.sigma, 1.0)
+
+    def operand(self, x: Array) -> Array:
+        """What it costs to round numbers up to x to the type of P, as operands of a product."""
+        unit, least = OPERANDS[self.n.p_type]
+        found: Array = array_namespace(x).minimum(unit * x + least, x)
+        return found
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """Bounds of the errors of P and dS of a block as operands, and of their magnitudes."""
+
+    P: Array
+    largest_P: Array
+    dS: dict[str, Array]  # R8 to R11
+    largest_dS: Array
+    of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
+    largest_of_bias: Array
+    bad: Array  # boolean: nothing is promised, and the others are 0
+
+
+def backward_bound_foreign(
+    d_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    n: Numerics,
+    *,
+    d_lse: Array | None = None,
+    grad_bias: bool = False,
+    **options: Any,
+) -> GradientBounds:
+    """Bound what gradients of another library are off those of exact attention [L83] to [L85].
+
+    Parameters
+    ----------
+    d_out, q, k, v, d_lse, grad_bias, **options
+        As for `cupyattn.gradients.backward_bound`.
+    n : Numerics
+        With `Foreign`.
+
+    Returns
+    -------
+    GradientBounds
+        Terms R8 to R12 of each gradient, float64; what the forward pass costs is in R8 and R9.
+
+    Raises
+    ------
+    UnsupportedError
+        For 8-bit operands.
+    ValueError
+        For numerics of this library.
+    """
+    f = n.foreign
+    if f is None:
+        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+    (d_lse,) = operands(d_lse=d_lse)
+    problem = BackwardProblem.of(
+        "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
+    )
+    if f.qk_codes or f.v_codes or n.p_type == "e4m3":
+        raise UnsupportedError(
+            f"gradients of 8-bit operands have no bound, got numerics of {f.name}: leave out qk, v "
+            "and p='e4m3', or judge the output alone"
+        )
+    xp = array_namespace(d_out, q, k, v)
+    dtype, heads_kv = check_dtype(q, k, v), k.shape[1]
+    out_type = f.out_type or dtype
+    n = replace(n, q_type=dtype, out_type=out_type)
+    sigma = check_scale(problem.scale, q.shape[-1])
+    shared = _Shared(
+        n, f, sigma, problem.options["softcap"], sizes_of(q, k, v, f), problem.d_lse is not None
+    )
+    group = q.shape[1] // heads_kv if heads_kv else 0
+    dq = {tag: xp.zeros(split_heads(q, heads_kv).shape) for tag in TERMS}
+    dk, dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
+    size_k, size_v = xp.zeros(k.shape), xp.zeros(k.shape)
+    rows_of_key, bad_keys = xp.zeros(k.shape[:3]), xp.zeros(k.shape[:3], bool)
+    usable = _finite(problem)
+    sums = None if problem.of_bias is None else _BiasSums(problem, shared, usable)
+    scaled = 0.0 if f.scaled_q is None else UNIT_ROUNDOFF[f.scaled_q]
+    tiny = 0.0 if f.scaled_q is None else HALF_SUBNORMAL[f.scaled_q] / sigma
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block in gradient_blocks(problem):
+            index, at = block.scores.index, block.scores.index[:2]
+            e, admitted = _errors(block, shared), block.scores.admitted
+            of_k, of_q = xp.abs(block.scores.k), xp.abs(block.scores.q)
+            for tag, error in e.dS.items():
+                dq[tag][index] = sigma * (error @ of_k)
+                dk[tag][at] += sigma * over_rows(error, of_q)
+            # Operands that were multiplied by the scale, and rounded.
+            dq["R11"][index] += sigma * (e.largest_dS @ (scaled * of_k + tiny * (scaled > 0)))
+            dk["R11"][at] += sigma * over_rows(e.largest_dS, scaled * of_q + tiny * (scaled > 0))
+            dv["R9"][at] += over_rows(e.P, xp.abs(block.d_out))
+            size_v[at] += over_rows(e.largest_P, xp.abs(block.d_out))
+            size_k[at] += (1 + scaled) * sigma * over_rows(e.largest_dS, of_q)
+            rows_of_key[at] += admitted.sum(axis=(2, 3))
+            bad_keys[at] |= e.bad.any(axis=(2, 3))
+            size = (1 + scaled) * sigma * (e.largest_dS @ of_k)
+            count = admitted.sum(axis=-1).astype(np.float64)[..., None]
+            bad = e.bad.any(axis=-1)[..., None]
+            dq["R12"][index] = _summed(size, count, shared, out_type, bad, 0)
+            if sums is not None:
+                sums.add(block, e)
+        heads = group if group > 1 else 0
+        count, bad = rows_of_key[..., None], bad_keys[..., None]
+        dk["R12"] = _summed(size_k, count, shared, out_type, bad, heads)
+        dv["R12"] = _summed(size_v, count, shared, out_type, bad, heads)
+    for terms, shown in ((dq, usable[:, :, None, None, None]), (dk, usable[..., None, None]),
+                         (dv, usable[..., None, None])):  # fmt: skip
+        for tag, term in terms.items():
+            term = xp.where(xp.isnan(term), xp.inf, term * REFERENCE)
+            terms[tag] = xp.where(shown, term, xp.inf if tag == "R8" else 0.0)
+    own = None if sums is None else sums.terms()
+    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv, own)
+
+
+def _finite(problem: BackwardProblem) -> Array:
+    """Return whether all operands of a key head are finite, (batch, heads_kv)."""
+    k = problem.k
+    xp = array_namespace(k)
+    found = xp.isfinite(as_float64(k)).all(axis=(2, 3))
+    found &= xp.isfinite(as_float64(problem.v)).all(axis=(2, 3))
+    for x in (problem.d_out, problem.q, problem.d_lse):
+        if x is not None:
+            finite = xp.isfinite(split_heads(as_float64(x), k.shape[1]))
+            found &= finite.all(axis=tuple(range(2, finite.ndim)))
+    return found
+
+
+def _summed(
+    size: Array, count: Array, shared: _Shared, dtype: str, bad: Array, heads: int
+) -> Array:
+    """R12 [L85]: bound the sum of `count` terms, its scaling and stores; `size` is that of their
+    magnitudes, errors included, and `heads` are added up after their own stores."""
+    xp, f = array_namespace(size), shared.f
+    steps = xp.ceil(count / STEP)
+    theta = (1 + gamma(count + steps, ACCUMULATORS[f.accumulate])) * (
+        1 + gamma(steps + MOST_SLICES + ROUNDINGS, TENSOR_CORE_ROUNDOFF)
+    ) - 1
+    underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
+    error = theta * size + (count + steps) * underflow
+    if heads:
+        unit, least = (UNIT_ROUNDOFF[dtype], HALF_SUBNORMAL[dtype]) if dtype != "float32" else (
+            U, FLUSH
+        )  # fmt: skip
+        error = error + gamma(2 * heads, unit) * (size + error) + 2 * heads * least
+    error = error + shared.stored(size + error)
+    if f.scaled_q is not None:
+        error = error + half_ulp(size + error, f.scaled_q)
+    error = error + half_ulp(size + error, dtype) + FLUSH
+    return xp.where(bad | ~(size + error <= FINITE_MAX[dtype]), xp.inf, error)
+
+
+class _BiasSums:
+    """Sums of the bounds of P (dP - Delta) over the axes along which the bias broadcasts."""
+
+    def __init__(self, problem: BackwardProblem, shared: _Shared, usable: Array) -> None:
+        self._errors = {tag: BiasSums(problem) for tag in TERMS[:-1]}
+        self._size, self._count, self._bad = (BiasSums(problem) for _ in range(3))
+        self._shared, self._usable = shared, usable
+        self._dtype = str(problem.options["bias"].dtype)
+
+    def add(self, block: GradientBlock, e: _Errors) -> None:
+        """Add the bounds of a block."""
+        index, admitted = block.scores.index, block.scores.admitted
+        for tag, sums in self._errors.items():
+            sums.add(index, e.of_bias[tag])
+        self._size.add(index, e.largest_of_bias)
+        self._count.add(index, admitted)
+        usable = self._usable[index[:2]]
+        self._bad.add(index, e.bad | ~usable[..., None, None, None])
+
+    def terms(self) -> dict[str, Array]:
+        """Return the terms of the gradient of the bias."""
+        xp = array_namespace(self._size.total)
+        bad = self._bad.total > 0
+        found = {
+            tag: xp.where(bad, 0.0, sums.total * REFERENCE) for tag, sums in self._errors.items()
+        }
+        size, count = self._size.total, self._count.total
+        found["R12"] = _summed(size, count, self._shared, self._dtype, bad, 0) * REFERENCE
+        return found
+
+
+def _errors(block: GradientBlock, shared: _Shared) -> _Errors:
+    """R8 to R11 of one block: bounds of the errors of P and dS as they are multiplied."""
+    xp, f = array_namespace(block.P), shared.f
+    scores, admitted, head_dim = block.scores, block.scores.admitted, block.scores.q.shape[-1]
+    forward, lse_error, of_weight = block_bound(
+        scores, shared.n, f, shared.sigma, shared.softcap, shared.sizes
+    )
+    out_error = sum(forward.values(), xp.zeros_like(block.out))
+    usable = xp.isfinite(lse_error) & xp.isfinite(out_error).all(axis=-1)
+    out_error = xp.where(usable[..., None], out_error, 0.0)
+
+    # P [L83]: kept from the forward pass, or made of lse.
+    P = block.P
+    d = of_weight + xp.where(usable, lse_error, 0.0)[..., None] + ROUNDINGS * U
+    d = d * REFERENCE
+    flushed = xp.where(P > 0, xp.log(xp.where(P > 0, P, 1.0)), -np.inf) + d < FLUSHED
+    bad = admitted & ((d > MAX_EXPONENT) & ~flushed | ~usable[..., None])
+    d = xp.where(flushed, 0.0, xp.minimum(d, MAX_EXPONENT))
+    error_P = P * xp.expm1(d) + xp.where(admitted, FLUSH, 0.0)
+    error_P = error_P + xp.where(admitted, shared.operand(P + error_P), 0.0)
+    error_P = error_P + xp.where(admitted, xp.minimum(shared.stored(P + error_P), 1.0), 0.0)
+    largest = P + error_P
+
+    # dP, and Delta as dO.O or as the sum of P dP [L84].
+    roundoff = ACCUMULATORS[f.accumulate]
+    magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2)
+    channels = (1 + gamma(head_dim + -(-head_dim // STEP), roundoff)) * (1 + gamma(ROUNDINGS, U))
+    underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
+    error_dP = (channels - 1 + gamma(head_dim + 4, U64)) * magnitude + 2 * head_dim * underflow
+    size_dP = xp.abs(block.dP)
+    error_dP = error_dP + shared.stored(size_dP + error_dP)
+    of_row = (xp.abs(block.d_out) * (xp.abs(block.out) + out_error)).sum(axis=-1)
+    of_out = (xp.abs(block.d_out) * out_error).sum(axis=-1)
+    of_out = of_out + gamma(head_dim + ROUNDINGS, TENSOR_CORE_ROUNDOFF) * of_row
+    keys = admitted.sum(axis=-1).astype(np.float64)
+    summed = (largest * (size_dP + error_dP)).sum(axis=-1)
+    of_keys = (error_P * size_dP + largest * error_dP).sum(axis=-1)
+    chain = gamma(keys + xp.ceil(keys / STEP) + ROUNDINGS, TENSOR_CORE_ROUNDOFF)
+    error_delta = xp.maximum(of_out, of_keys + chain * summed) + 2 * (head_dim + keys) * FLUSH
+    size_delta = xp.abs(block.delta)
+    if shared.d_lse:
+        error_delta = error_delta + U * (size_delta + error_delta)
+    error_delta = error_delta + shared.stored(size_delta + error_delta)
+    error_delta = (error_delta * REFERENCE)[..., None]
+
+    # dS = P (dP - Delta) times the slope of the softcap [L84].
+    distance = xp.abs(block.dP - block.delta[..., None])
+    t = distance + error_dP + error_delta
+    slope, of_slope = block.slope, _slope_error(block, shared, of_weight)
+    of_bias = {
+        "R8": largest * error_delta,
+        "R9": error_P * distance,
+        "R10": largest * error_dP,
+    }
+    terms = {tag: term * slope for tag, term in of_bias.items()}
+    roundings = gamma(ROUNDINGS, U)
+    of_bias["R11"] = roundings * largest * t + FLUSH * (1 + t)
+    terms["R11"] = roundings * largest * t * (slope + of_slope) + largest * t * of_slope
+    terms["R11"] = terms["R11"] + FLUSH * (1 + t)
+    found = []
+    for error, size in ((of_bias, P * distance), (terms, P * distance * slope)):
+        reach = size + sum(error.values())
+        rounded = shared.stored(reach, STORES_OF_SCORE)
+        rounded = rounded + shared.operand(reach + rounded) + shared.least_scaled
+        error["R11"] = error["R11"] + rounded
+        found.append(reach + rounded)
+    largest_of_bias, largest_dS = found
+    most = MAX_FLOAT if shared.n.p_type == "float32" else FINITE_MAX[shared.n.p_type]
+    if f.score_type != "float32":
+        most = min(most, FINITE_MAX[f.score_type])
+    bad |= admitted & ~((t <= most) & (largest_dS * max(1.0, shared.sigma) <= most))
+    # NOTE: what overflows in a row may become NaN, and reach masked keys through its sums.
+    bad = xp.broadcast_to(bad.any(axis=-1, keepdims=True), bad.shape)
+    counts = admitted & ~bad
+    terms, of_bias = (
+        {tag: xp.where(counts, term, 0.0) for tag, term in x.items()} for x in (terms, of_bias)
+    )
+    error_P, largest, largest_dS, largest_of_bias = (
+        xp.where(counts, x, 0.0) for x in (error_P, largest, largest_dS, largest_of_bias)
+    )
+    return _Errors(error_P, largest, terms, largest_dS, of_bias, largest_of_bias, bad)
+
+
+def _slope_error(block: GradientBlock, shared: _Shared, of_weight: Array) -> Array | float:
+    """Bound the error of the slope of a softcap [L84]: `of_weight` bounds that of the capped score,
+    and is 0 for keys far below, whose slope may be anything."""
+    if not shared.softcap:
+        return 0.0
+    xp = array_namespace(of_weight)
+    t = xp.abs(block.scores.unbiased) / shared.softcap
+    off = xp.where(of_weight > 0, xp.minimum(of_weight / shared.softcap, 1.0), 1.0)
+    error = (2 * t + off) * off + gamma(ROUNDINGS, U) * (1 + (2 * t + off) * off)
+    return error + shared.stored(1.0 + error, STORES_OF_SCORE)
