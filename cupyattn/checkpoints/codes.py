@@ -6,6 +6,7 @@ import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.bounds.perturbation import half_ulp
+from cupyattn.checkpoints.rotated import check_unrotated, unrotated_weight
 from cupyattn.checkpoints.schemes import WORD_BITS, Codes
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.quant.blocks import strips
@@ -59,6 +60,8 @@ def scales_of(source: Source, codes: Codes) -> Array:
 def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
     """Return a weight as numbers: ``(codes - zero points) * scales``, in float32, then rounded.
 
+    Numbers of a rotated weight are rotated back before they are rounded.
+
     Parameters
     ----------
     source : Source
@@ -78,6 +81,9 @@ def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
             words = np.ascontiguousarray(zeros.T)
             zeros = unpack(words, codes.scheme.bits, codes.scale_shape[0]).T
         zeros = zeros.reshape(codes.scale_shape)
+    if codes.rotate is not None:
+        name = f"{source.path}: {codes.weight!r}"
+        return unrotated_weight(stored, scales, codes.rotate, dtype, name)
     rows, columns = codes.shape
     w = np.empty(codes.shape, STORAGE[dtype])
     for line in strips(rows, max(1, _PART // max(1, columns))):
@@ -123,6 +129,8 @@ def check_codes(source: Source, codes: Codes, w: Array) -> str | None:
     if w.shape != codes.shape:
         return f"its shape is {w.shape}, not {codes.shape}"
     stored, bits = source.read(codes.codes), codes.scheme.bits
+    if codes.rotate is not None:
+        return check_unrotated(stored, scales_of(source, codes), codes.rotate, w)
     scales = source.read(codes.scales).astype(np.float64).reshape(codes.scale_shape)
     zeros = np.zeros(codes.scale_shape)
     if codes.zero_points is not None:

@@ -18,8 +18,11 @@ from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
+from cupyattn.quant.rotation import LAYER_ROTATIONS, marker, rotation_of
 
 METHOD = "compressed-tensors"
+#: The same with weights of which some are rotated: `convert` writes it, and no other reader knows.
+OWN_METHOD = "cupyattn"
 #: Formats of compressed-tensors by whether the codes are packed into int32 words.
 FORMATS = {"int-quantized": False, "naive-quantized": False, "pack-quantized": True}
 #: Bits of packed codes. Libraries disagree on the layout of widths that do not divide 32.
@@ -106,6 +109,8 @@ class Codes:
     block : (int, int)
         Rows and columns that share a scale.
     scheme : Scheme
+    rotate : str or None
+        As for `cupyattn.Int8Linear`: the numbers are those of the rotated weight.
     """
 
     weight: str
@@ -115,6 +120,7 @@ class Codes:
     shape: tuple[int, int]
     block: tuple[int, int]
     scheme: Scheme
+    rotate: str | None = None
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -152,7 +158,7 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     if not isinstance(config, dict):
         return ()
     method = config.get("quant_method")
-    if method == METHOD or (method is None and "config_groups" in config):
+    if method in (METHOD, OWN_METHOD) or (method is None and "config_groups" in config):
         return tuple(_groups(config, f"{where}: {METHOD}"))
     if method not in (None, "blockwise_int8"):
         raise UnsupportedError(
@@ -292,6 +298,8 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 _CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
+#: How a rotated weight says so, `cupyattn.quant.rotation.marker`, in files and in state dicts.
+ROTATION = "weight_rotation"
 #: Of the quantisation of activations, which a weight in 16 bits does not have.
 ACTIVATIONS = frozenset(
     f"{of}_{what}"
@@ -339,16 +347,32 @@ def find_codes(
         else:
             scheme = _scheme_of(layer, schemes, source)
         codes = _codes(source, layer, name, scales[0], scheme)
+        codes = replace(codes, rotate=_rotation(source, layer, codes.shape[1]))
         if codes.weight in found:
             first = found[codes.weight].codes.rpartition(".")[2]
             raise ValueError(f"{source.path}: {layer!r} has both {first} and {last}")
         found[codes.weight] = codes
-        companions |= {scales[0], f"{layer}.{_ZEROS}", f"{layer}.{_SHAPE}"}
+        companions |= {scales[0], *(f"{layer}.{end}" for end in (_ZEROS, _SHAPE, ROTATION))}
         companions |= {f"{layer}.{end}" for end in ACTIVATIONS}
     companions &= set(source.tensors)
     if not ours:
         _check_nothing_is_left(source, found, companions)
     return found, frozenset(companions)
+
+
+def _rotation(source: Source, layer: str, channels: int) -> str | None:
+    """Return how the weight of a layer is rotated."""
+    name = f"{layer}.{ROTATION}"
+    if name not in source.tensors:
+        return None
+    said = tuple(source.read(name).reshape(-1).tolist())
+    for rotate in LAYER_ROTATIONS[1:]:
+        if rotation_of(rotate, channels) and said == marker(rotate, channels):
+            return rotate
+    raise UnsupportedError(
+        f"{source.path}: {name!r} is {said}, groups and runs of channels that are not read for "
+        f"{channels} channels: write the model again with this version"
+    )
 
 
 def _check_nothing_is_left(source: Source, found: dict[str, Codes], companions: set[str]) -> None:
