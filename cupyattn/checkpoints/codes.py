@@ -6,6 +6,7 @@ import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.bounds.perturbation import half_ulp
+from cupyattn.checkpoints.comfy import our_codes
 from cupyattn.checkpoints.rotated import check_unrotated, unrotated_weight
 from cupyattn.checkpoints.schemes import WORD_BITS, Codes
 from cupyattn.checkpoints.shards import Array, Source
@@ -57,6 +58,18 @@ def scales_of(source: Source, codes: Codes) -> Array:
     return scales
 
 
+def stored_codes(source: Source, codes: Codes) -> Array:
+    """Return the codes of a weight as files have them, rotated ones in our order.
+
+    Returns
+    -------
+    array, int8 or int32 words
+        int16 where a code of ComfyUI's has no counterpart in int8.
+    """
+    stored = source.read(codes.codes)
+    return our_codes(stored) if codes.rotate is not None and codes.of_comfy else stored
+
+
 def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
     """Return a weight as numbers: ``(codes - zero points) * scales``, in float32, then rounded.
 
@@ -73,7 +86,7 @@ def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
     ValueError
         If a scale is not finite, or a number does not fit into `dtype`.
     """
-    stored, scales = source.read(codes.codes), scales_of(source, codes)
+    stored, scales = stored_codes(source, codes), scales_of(source, codes)
     zeros = None
     if codes.zero_points is not None:
         zeros = source.read(codes.zero_points)
@@ -128,7 +141,7 @@ def check_codes(source: Source, codes: Codes, w: Array) -> str | None:
     """
     if w.shape != codes.shape:
         return f"its shape is {w.shape}, not {codes.shape}"
-    stored, bits = source.read(codes.codes), codes.scheme.bits
+    stored, bits = stored_codes(source, codes), codes.scheme.bits
     if codes.rotate is not None:
         return check_unrotated(stored, scales_of(source, codes), codes.rotate, w)
     scales = source.read(codes.scales).astype(np.float64).reshape(codes.scale_shape)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.checkpoints import comfy
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
@@ -111,6 +112,8 @@ class Codes:
     scheme : Scheme
     rotate : str or None
         As for `cupyattn.Int8Linear`: the numbers are those of the rotated weight.
+    of_comfy : bool
+        Whether rotated numbers lie in ComfyUI's order (`cupyattn.checkpoints.comfy.our_codes`).
     """
 
     weight: str
@@ -121,6 +124,7 @@ class Codes:
     block: tuple[int, int]
     scheme: Scheme
     rotate: str | None = None
+    of_comfy: bool = False
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -336,7 +340,8 @@ def find_codes(
         For tensors that `dequantize` does not understand.
     """
     found: dict[str, Codes] = {}
-    companions: set[str] = set()
+    told = comfy.settings_of(source)
+    companions: set[str] = {f"{layer}.{comfy.SETTINGS}" for layer in told}
     for name in source.tensors:
         layer, dot, last = name.rpartition(".")
         scales = [f"{layer}.{end}" for end in _SCALES if f"{layer}.{end}" in source.tensors]
@@ -344,16 +349,26 @@ def find_codes(
             continue
         if last == "weight_codes":
             scheme = _scheme_of_module(source.tensors[name], source.tensors[scales[0]])
+        elif layer in told:
+            asked = comfy.activations_told(source, layer, told[layer])
+            scheme = replace(_by_scales(source.tensors[scales[0]]), activations=asked)
         else:
             scheme = _scheme_of(layer, schemes, source)
         codes = _codes(source, layer, name, scales[0], scheme)
-        codes = replace(codes, rotate=_rotation(source, layer, codes.shape[1]))
+        if layer in told:
+            rotate = comfy.rotation_told(source, layer, told.pop(layer), codes.shape[1])
+            codes = replace(codes, rotate=rotate, of_comfy=True)
+        else:
+            codes = replace(codes, rotate=_rotation(source, layer, codes.shape[1]))
         if codes.weight in found:
             first = found[codes.weight].codes.rpartition(".")[2]
             raise ValueError(f"{source.path}: {layer!r} has both {first} and {last}")
         found[codes.weight] = codes
         companions |= {scales[0], *(f"{layer}.{end}" for end in (_ZEROS, _SHAPE, ROTATION))}
         companions |= {f"{layer}.{end}" for end in ACTIVATIONS}
+    for layer, settings in told.items():  # of layers without codes: settings that are not read
+        comfy.check_format(source, layer, settings)
+        raise ValueError(f"{source.path}: {layer!r} has no weight with codes and scales")
     companions &= set(source.tensors)
     if not ours:
         _check_nothing_is_left(source, found, companions)
@@ -399,6 +414,11 @@ def _scheme_of_module(codes: TensorInfo, scales: TensorInfo) -> Scheme:
     """Return the scheme of a module's codes by the shape of their scales."""
     strategy = strategy_of_weight(codes.shape, scales.shape)
     return by_channel() if strategy == "channel" else square(BLOCK_SIZE)
+
+
+def _by_scales(scales: TensorInfo) -> Scheme:
+    """Return the scheme of codes with one scale, or else with a scale for each row."""
+    return Scheme(None, None) if scales.elements == 1 else by_channel()
 
 
 def _scheme_of(layer: str, schemes: tuple[Scheme, ...], source: Source) -> Scheme:

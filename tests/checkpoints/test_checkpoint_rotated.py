@@ -98,7 +98,7 @@ def test_checks_find_a_code_and_a_number_that_are_off(rotate: str) -> None:
     assert files.check_unrotated(codes, scales, rotate, back) is None
     assert files.check_unrotated(codes, scales, other, back) is not None
     codes[3, 100] += 1 if codes[3, 100] < 0 else -1
-    assert files.check_rotated(w, codes, scales, rotate) == "its codes are further off than their bound"
+    assert "further off" in str(files.check_rotated(w, codes, scales, rotate))
     assert files.check_unrotated(codes, scales, rotate, back) is not None
     with pytest.raises(ValueError, match="w does not fit into float16"):
         files.unrotated_weight(codes, scales * 1e6, rotate, "float16", "w")

@@ -13,7 +13,6 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-
 from cupyattn.checkpoints import analyze, convert, open_checkpoint
 from cupyattn.checkpoints.analysis import layer_errors
 from cupyattn.checkpoints.choosing import LIMIT, ROTATED_LIMIT, Way, choose
@@ -166,7 +165,8 @@ def test_layers_get_what_errs_little_more_than_blocks(name: str) -> None:
     }
     for error, each in zip((one.block, one.channel, one.rotated), found, strict=True):
         assert error is not None and abs(error / found[each] - 1) < (0.05 if len(x) > 1 else 0.3)
-    assert found[way] <= (LIMIT if way.rotate is None else ROTATED_LIMIT) * 1.05 * found[Way("block")]
+    limit = LIMIT if way.rotate is None else ROTATED_LIMIT
+    assert found[way] <= limit * 1.05 * found[Way("block")]
 
 
 def test_few_rows_of_activations_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

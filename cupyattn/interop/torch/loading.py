@@ -8,10 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cupyattn.checkpoints.codes import scales_of
+from cupyattn.checkpoints.codes import scales_of, stored_codes
 from cupyattn.checkpoints.conversion import layout_of
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT
@@ -227,12 +228,17 @@ def layer_of(
 ) -> Int8Linear:
     """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
     check_shape(source, codes, linear)
-    scales = scales_of(source, codes)
+    stored, scales = stored_codes(source, codes), scales_of(source, codes)
+    if stored.dtype != np.int8:
+        raise ValueError(
+            f"{source.path}: {codes.weight!r} has codes of -128 where our rotation has the other "
+            "sign, and 128 is no code: dequantize the model, and convert the result"
+        )
     if codes.scheme.strategy == "tensor":
         scales = scales.repeat(linear.out_features, axis=0)
     home = _home(linear.weight.device)
     layer = Int8Linear(
-        *(as_tensor(x).to(home) for x in (source.read(codes.codes), scales)),
+        *(as_tensor(x).to(home) for x in (stored, scales)),
         rotate=codes.rotate, **options,
     )  # fmt: skip
     layer.bias = linear.bias
