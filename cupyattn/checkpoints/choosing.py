@@ -3,9 +3,9 @@
 One rule for `convert`, `analyze`, ``replace_linear_with_int8`` and ``accelerate``. Scales of
 channels make faster products. They err more where a few channels of the activations are much larger
 than the others, which weights do not tell. So channels are taken where activations were looked at,
-or where a whole model of the family was measured with them; blocks otherwise. With activations each
-layer is judged by the errors that these foretell: it has channels if these err little more than
-blocks, else channels of rotated rows if these do, else blocks.
+or where a whole model of the family was measured with them; blocks otherwise. Activations
+foretell errors of each layer. It gets channels if these err little more than blocks. Else it gets
+channels of rotated rows, if these err little more, and blocks otherwise.
 Outliers of a weight do not decide: a weight whose codes are noisy keeps 16 bits in either way.
 """
 

@@ -1,16 +1,17 @@
-"""Files of ComfyUI: INT8 weights, rotated or not, by what ``X.comfy_quant`` says of each layer.
+"""Files of ComfyUI: INT8 weights, rotated or not, by the settings ``X.comfy_quant`` of each layer.
 
-A layer X has codes ``X.weight``, scales ``X.weight_scale``, and its settings as JSON in the bytes
-of ``X.comfy_quant``, or under its name in the header's ``_quantization_metadata``. With ``convrot``
-neighbouring channels in groups of ``convrot_groupsize`` were multiplied by the Kronecker power of
-[[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], over the root of the group.
+A layer X has codes ``X.weight`` and scales ``X.weight_scale``. Its settings are JSON in the bytes
+of ``X.comfy_quant``, or under its name in the header's ``_quantization_metadata``.
+With ``convrot``, groups of ``convrot_groupsize`` neighbouring channels are rotated. The matrix is a
+Kronecker power, over the root of the group:
+``[[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]``.
 
-Sources: Comfy-Org/comfy-kitchen 7d86acf60c88fd6c3c733c0e54db22ef74b8d77f,
-``tensor/int8_utils.py`` (`_build_hadamard`, `_rotate_weight`) and
-``backends/eager/quantization.py`` (`quantize_int8_convrot_weight`, `quantize_int8_rowwise`);
-Comfy-Org/ComfyUI 5522e4fdda4249ac3b5331e55cc9df6135dcbd83, ``comfy/ops.py``
-(`_load_quantized_module`), and 09708eae709a992a5684bed3595ce4d07e705b4e, ``comfy/utils.py``
-(`convert_old_quants`).
+The matrix is from ``tensor/int8_utils.py`` of Comfy-Org/comfy-kitchen at
+7d86acf60c88fd6c3c733c0e54db22ef74b8d77f, and the codes from ``backends/eager/quantization.py``.
+Settings and names of a layer are from ``comfy/ops.py`` (`_load_quantized_module`) of
+Comfy-Org/ComfyUI at 5522e4fdda4249ac3b5331e55cc9df6135dcbd83.
+Settings in the header are from ``comfy/utils.py`` (`convert_old_quants`) of Comfy-Org/ComfyUI at
+09708eae709a992a5684bed3595ce4d07e705b4e.
 """
 
 from __future__ import annotations
@@ -98,14 +99,14 @@ def rotation_told(source: Source, layer: str, settings: Settings, channels: int)
 
 
 def activations_told(source: Source, layer: str, settings: Settings) -> str:
-    """Return what a layer asks of its activations that no product of INT8 codes does, or ""."""
+    """Return a demand on activations that products of INT8 codes do not meet, or ""."""
     if settings.get("full_precision_matrix_mult", False):
         return "16 bits"
     return "static scales" if f"{layer}.input_scale" in source.tensors else ""
 
 
 def our_codes(codes: Array) -> Array:
-    """Return codes of ComfyUI's rotation as those of ours, which has other places and signs.
+    """Return codes of ComfyUI's rotation in the places and with the signs of our rotation.
 
     Parameters
     ----------

@@ -92,7 +92,7 @@ def dequantised(
 ) -> Tensor:
     """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit.
 
-    Those of a rotated weight are rotated back, in float32.
+    The numbers of a rotated weight are rotated back, in float32.
     """
     rows, columns = weight.shape
     if rotate is not None:
