@@ -17,7 +17,8 @@ from cupyattn.arrays.kinds import FINITE_MAX
 from cupyattn.checkpoints.choosing import CHANNEL_LIMIT, Choice, choose
 from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
-from cupyattn.checkpoints.layout import WEIGHT
+from cupyattn.checkpoints.layout import MARKER_BYTES, WEIGHT
+from cupyattn.checkpoints.predicted_errors import predicted_errors
 from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Array, Source
@@ -32,6 +33,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
 from cupyattn.measure.words import counted, format_bytes, format_share
 from cupyattn.quant.blocks import AUTO, STRATEGIES, Int8Config, scale_shape, strips
+from cupyattn.quant.rotation import rotation_of
 from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
@@ -80,6 +82,8 @@ class TensorReport:
     block_error, channel_error : float or None
         Relative error of the layer on activations that were given, both quantised, with scales of
         blocks and of channels: ``|y - y_exact| / |y_exact|``. None where there were none.
+    rotate : str or None
+        How the weight is rotated before it is quantised. Other figures are those without.
     """
 
     name: str
@@ -101,6 +105,7 @@ class TensorReport:
     reason: str = ""
     block_error: float | None = None
     channel_error: float | None = None
+    rotate: str | None = None
 
     @property
     def recommended(self) -> str:
@@ -358,6 +363,7 @@ def analyze(
         if name in samples and report.outlier_ratio is not None:
             of_block, of_channel = layer_errors(tensor, samples[name], config.block_size)
             report = replace(report, block_error=of_block, channel_error=of_channel)
+        report = replace(report, rotate=choice.way_of(name).rotate)
         reports.append(judge(report, config))
         if advance is not None:
             advance(name)
@@ -368,10 +374,10 @@ def _chosen(
     source: Source, config: Int8Config, model: str, samples: Mapping[str, Array]
 ) -> Choice:
     """Return what shares a scale, by activations, or by the family and width of a model."""
-    if config.strategy != AUTO:
-        return choose(config.strategy)
+    if config.strategy != AUTO or config.rotate not in (AUTO, None):
+        return choose(config.strategy, rotate=config.rotate)
     errors = {
-        name: layer_errors(source.read(name), x, config.block_size)
+        name: predicted_errors(source.read(name), x, config.block_size)
         for name, x in samples.items()
         if role_of(name, source.tensors[name].shape, model) in INT8_ROLES
     }
@@ -379,7 +385,7 @@ def _chosen(
         info.shape[1] for name, info in source.tensors.items()
         if name.endswith(WEIGHT) and len(info.shape) == 2
     )  # fmt: skip
-    return choose(AUTO, model, widths, errors)
+    return choose(AUTO, model, widths, errors, config.rotate)
 
 
 def check_patterns(config: Int8Config, names: Collection[str]) -> None:
@@ -398,14 +404,18 @@ def judge(report: TensorReport, config: Int8Config) -> TensorReport:
     `analyze` prints this verdict and `convert` executes it, so that both give the same sizes.
     """
     verdict, dtype_out, reason = _verdict(report, config)
-    info = report.info
+    info, rotate = report.info, None
     nbytes_out = info.elements * DTYPES[dtype_out].itemsize
     if verdict == "int8":
         rows, columns = scale_shape(info.shape, config.block_size, config.strategy)
         nbytes_out += 4 * rows * columns
+        if config.strategy == "channel":
+            wanted = report.rotate if config.rotate == AUTO else config.rotate
+            rotate = rotation_of(wanted, info.shape[1])
+        nbytes_out += MARKER_BYTES if rotate else 0
     return replace(
         report, verdict=verdict, dtype_out=dtype_out, nbytes=info.nbytes, nbytes_out=nbytes_out,
-        reason=reason,
+        reason=reason, rotate=rotate,
     )  # fmt: skip
 
 

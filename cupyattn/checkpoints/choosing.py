@@ -1,26 +1,41 @@
-"""What shares a scale in a model whose configuration leaves it open: a block, or a channel.
+"""What shares a scale in a model whose configuration leaves it open, and which weights are rotated.
 
 One rule for `convert`, `analyze`, ``replace_linear_with_int8`` and ``accelerate``. Scales of
 channels make faster products. They err more where a few channels of the activations are much larger
 than the others, which weights do not tell. So channels are taken where activations were looked at,
-or where a whole model of the family was measured with them; blocks otherwise.
+or where a whole model of the family was measured with them; blocks otherwise. Activations
+foretell errors of each layer. It gets channels if these err little more than blocks. Else it gets
+channels of rotated rows, if these err little more, and blocks otherwise.
 Outliers of a weight do not decide: a weight whose codes are noisy keeps 16 bits in either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cupyattn.checkpoints.predicted_errors import Errors
 from cupyattn.measure.whole_gains import nearest, usual_width
 from cupyattn.quant.blocks import AUTO
 
 #: Largest error of a layer with scales of channels, as a multiple of its error with blocks, for
 #: which channels are recommended.
 CHANNEL_LIMIT = 1.05
-#: The same up to which a model gets them, the worst of its layers. Activations of the transformer
-#: in experiments/dit give at most 1.12, three channels that are ten times as large at least 1.6.
-MODEL_LIMIT = 1.25
+#: The same up to which a layer gets them, and up to which it gets them with a rotation. Activations
+#: of the transformer in experiments/dit give at most 1.12, three channels that are ten times as
+#: large at least 1.6.
+LIMIT, ROTATED_LIMIT = 1.15, 1.3
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the weight of a layer becomes codes: arguments of `Int8Linear.from_weight`."""
+
+    strategy: str
+    rotate: str | None = None
+
+    def __str__(self) -> str:
+        return f"by {self.strategy}" + (", rotated" if self.rotate else "")
 
 
 @dataclass(frozen=True)
@@ -30,23 +45,35 @@ class Choice:
     Parameters
     ----------
     strategy : {"block", "channel"}
+        Of a model whose layers all have one; channels, rotated or not, if no layer needs blocks.
     why : str
+    layers : mapping of str to Way
+        What layers get whose activations were looked at.
+    rotate : str or None
+        For the other layers: as the rest, if one of those is rotated.
     """
 
     strategy: str
     why: str
+    layers: Mapping[str, Way] = field(default_factory=dict)
+    rotate: str | None = None
 
     def __str__(self) -> str:
         return f"scales by {self.strategy}: {self.why}"
+
+    def way_of(self, layer: str) -> Way:
+        """Return what a layer gets in a model whose layers may differ."""
+        return self.layers.get(layer, Way(self.strategy, self.rotate))
 
 
 def choose(
     strategy: str,
     cls: str = "",
     widths: Iterable[int] = (),
-    errors: Mapping[str, tuple[float, float]] | None = None,
+    errors: Mapping[str, Errors] | None = None,
+    rotate: str | None = AUTO,
 ) -> Choice:
-    """Return what shares a scale in a model.
+    """Return what shares a scale in a model, and in its layers.
 
     Parameters
     ----------
@@ -56,29 +83,64 @@ def choose(
         The model's class, "" if it is not known.
     widths : iterable of int
         Channels that its linear layers take.
-    errors : mapping of str to (float, float), optional
-        Relative errors of layers on activations, with scales of blocks and of channels.
+    errors : mapping of str to Errors, optional
+        Of layers whose activations are known.
+    rotate : {"auto", None, "hadamard"}
+        As for `Int8Config`.
 
     Examples
     --------
-    >>> print(choose("auto", errors={"a": (0.010, 0.0102), "b": (0.01, 0.03)}))
+    >>> print(choose("auto", errors={"a": Errors(0.010, 0.0102), "b": Errors(0.01, 0.03)}))
     scales by block: scales of channels err 3 times as much on the activations of b
+    >>> print(choose("auto", errors={"b": Errors(0.01, 0.03, 0.011)}))
+    scales by channel: rotated in 1 of 1 layers, where they err at most 1.1 times as much as blocks
     >>> print(choose("auto", "FluxTransformer2DModel", [3072, 3072]))
     scales by channel: as in a whole Flux, where they erred no more than FP8 by row
     """
+    if rotate not in (AUTO, None):
+        return Choice("channel", "as asked for, rotated", rotate=rotate)
     if strategy != AUTO:
         return Choice(strategy, "as asked for")
     if errors:
-        ratios = {name: channel / block if block else 1.0
-                  for name, (block, channel) in errors.items()}  # fmt: skip
-        worst = max(ratios, key=lambda name: ratios[name])
-        if ratios[worst] <= MODEL_LIMIT:
-            why = f"those err at most {ratios[worst]:.3g} times as much on the activations given"
-            return Choice("channel", why)
-        why = f"scales of channels err {ratios[worst]:.3g} times as much on the activations of"
-        return Choice("block", f"{why} {worst}")
+        return _by_errors(errors, may_rotate=rotate == AUTO)
     known = nearest(cls, usual_width(widths))
     if known is not None and known.allows_channel:
         why = f"as in a whole {known.name}, where they erred no more than FP8 by row"
         return Choice("channel", why)
     return Choice("block", "no activations were given, and no such model was measured by channel")
+
+
+def _by_errors(errors: Mapping[str, Errors], *, may_rotate: bool) -> Choice:
+    """Choose for each layer, and for a model whose layers all have one strategy."""
+    layers = {name: _way(one, may_rotate=may_rotate) for name, one in errors.items()}
+    ratios = {name: _ratio(one, layers[name]) for name, one in errors.items()}
+    in_blocks = [name for name, way in layers.items() if way.strategy == "block"]
+    if in_blocks:
+        worst = max(in_blocks, key=lambda name: ratios[name])
+        why = f"scales of channels err {ratios[worst]:.3g} times as much on the activations of"
+        return Choice("block", f"{why} {worst}", layers)
+    rotated = [name for name, way in layers.items() if way.rotate]
+    if not rotated:
+        most = max(ratios.values())
+        why = f"those err at most {most:.3g} times as much on the activations given"
+        return Choice("channel", why, layers)
+    most = max(ratios[name] for name in rotated)
+    why = (
+        f"rotated in {len(rotated)} of {len(layers)} layers, where they err at most {most:.3g} "
+        "times as much as blocks"
+    )
+    return Choice("channel", why, layers, "hadamard")
+
+
+def _way(one: Errors, *, may_rotate: bool) -> Way:
+    if one.channel <= LIMIT * one.block:
+        return Way("channel")
+    if may_rotate and one.rotated is not None and one.rotated <= ROTATED_LIMIT * one.block:
+        return Way("channel", "hadamard")
+    return Way("block")
+
+
+def _ratio(one: Errors, way: Way) -> float:
+    """Return the error of channels, rotated if the layer is, as a multiple of that of blocks."""
+    error = one.rotated if way.rotate and one.rotated is not None else one.channel
+    return error / one.block if one.block else 1.0

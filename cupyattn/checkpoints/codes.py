@@ -6,6 +6,8 @@ import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.bounds.perturbation import half_ulp
+from cupyattn.checkpoints.comfy import our_codes
+from cupyattn.checkpoints.rotated import check_unrotated, unrotated_weight
 from cupyattn.checkpoints.schemes import WORD_BITS, Codes
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.quant.blocks import strips
@@ -56,8 +58,22 @@ def scales_of(source: Source, codes: Codes) -> Array:
     return scales
 
 
+def stored_codes(source: Source, codes: Codes) -> Array:
+    """Return the codes of a weight as files have them, rotated ones in our order.
+
+    Returns
+    -------
+    array, int8 or int32 words
+        int16 where a code of ComfyUI's has no counterpart in int8.
+    """
+    stored = source.read(codes.codes)
+    return our_codes(stored) if codes.rotate is not None and codes.of_comfy else stored
+
+
 def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
     """Return a weight as numbers: ``(codes - zero points) * scales``, in float32, then rounded.
+
+    Numbers of a rotated weight are rotated back before they are rounded.
 
     Parameters
     ----------
@@ -70,7 +86,7 @@ def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
     ValueError
         If a scale is not finite, or a number does not fit into `dtype`.
     """
-    stored, scales = source.read(codes.codes), scales_of(source, codes)
+    stored, scales = stored_codes(source, codes), scales_of(source, codes)
     zeros = None
     if codes.zero_points is not None:
         zeros = source.read(codes.zero_points)
@@ -78,6 +94,9 @@ def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
             words = np.ascontiguousarray(zeros.T)
             zeros = unpack(words, codes.scheme.bits, codes.scale_shape[0]).T
         zeros = zeros.reshape(codes.scale_shape)
+    if codes.rotate is not None:
+        name = f"{source.path}: {codes.weight!r}"
+        return unrotated_weight(stored, scales, codes.rotate, dtype, name)
     rows, columns = codes.shape
     w = np.empty(codes.shape, STORAGE[dtype])
     for line in strips(rows, max(1, _PART // max(1, columns))):
@@ -122,7 +141,9 @@ def check_codes(source: Source, codes: Codes, w: Array) -> str | None:
     """
     if w.shape != codes.shape:
         return f"its shape is {w.shape}, not {codes.shape}"
-    stored, bits = source.read(codes.codes), codes.scheme.bits
+    stored, bits = stored_codes(source, codes), codes.scheme.bits
+    if codes.rotate is not None:
+        return check_unrotated(stored, scales_of(source, codes), codes.rotate, w)
     scales = source.read(codes.scales).astype(np.float64).reshape(codes.scale_shape)
     zeros = np.zeros(codes.scale_shape)
     if codes.zero_points is not None:

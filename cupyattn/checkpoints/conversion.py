@@ -17,10 +17,17 @@ from cupyattn.checkpoints.analysis import Analysis, TensorReport, analyze, check
 from cupyattn.checkpoints.codes import check_codes, dequantize_codes
 from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
-from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, SCALE_NAMES
+from cupyattn.checkpoints.layout import (
+    QUANTIZATION,
+    RECORD,
+    RECORD_VERSIONS,
+    ROTATED_VERSION,
+    SCALE_NAMES,
+)
 from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.quantised import layout_of as layout_of
-from cupyattn.checkpoints.schemes import find_codes
+from cupyattn.checkpoints.rotated import check_rotated, rotated_codes
+from cupyattn.checkpoints.schemes import ROTATION, find_codes
 from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item, Plan
@@ -35,6 +42,7 @@ from cupyattn.quant.blocks import (
     scale_shape,
     strips,
 )
+from cupyattn.quant.rotation import marker
 from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 from cupyattn.version import __version__
 
@@ -183,7 +191,7 @@ def convert(
     if int8:  # else the model has no codes, and is none that was quantised
         record[QUANTIZATION] = layout.quantization_config(
             export, analysis.config.block_size, int8, work.layers(int8=False),
-            analysis.config.strategy,
+            analysis.config.strategy, rotated=any(t.rotate for t in analysis.tensors),
         )  # fmt: skip
     plan = writer.plan(source, items, work, record or None, max_shard_bytes)
     return _write(plan, work, target, analysis, dry_run, advance)
@@ -294,8 +302,13 @@ class _ToInt8:
         self.notes = notes
         self.block_size, self.strategy = analysis.config.block_size, analysis.config.strategy
         self.config = asdict(analysis.config)
+        self.version = RECORD_VERSIONS[self.strategy]
         if self.strategy == "block":  # the record of version 1, to the byte
             del self.config["strategy"]
+        if any(t.rotate for t in analysis.tensors):
+            self.version = ROTATED_VERSION
+        else:
+            del self.config["rotate"]
         self.sha256 = analysis.sha256
         self.reports = {t.name: t for t in analysis.tensors}
 
@@ -314,12 +327,14 @@ class _ToInt8:
         if t.verdict == "int8":
             shape = scale_shape(t.shape, self.block_size, self.strategy)
             outputs[layout.scale_name(t.name, self.export)] = TensorInfo("F32", shape)
+        if t.rotate:
+            outputs[f"{t.name.removesuffix(layout.WEIGHT)}.{ROTATION}"] = TensorInfo("I32", (2,))
         return Item(t.name, outputs)
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         record = {
             **self.notes,
-            "version": RECORD_VERSIONS[self.strategy],
+            "version": self.version,
             "tool": f"cupyattn {__version__}",
             "export": self.export,
             "config": self.config,
@@ -339,6 +354,10 @@ class _ToInt8:
             raise ValueError(f"{self.source.path}: {t.name!r} has changed since it was analysed")
         if t.verdict != "int8":
             return {t.name: tensor.astype(DTYPES[t.dtype_out], copy=False)}
+        if t.rotate:
+            made = rotated_codes(tensor, t.rotate)
+            mark = np.array(marker(t.rotate, t.shape[1]), np.int32)
+            return dict(zip(item.outputs, (*made, mark), strict=True))
         made = quantize_blocks(tensor, self.block_size, self.strategy)
         return dict(zip(item.outputs, made, strict=True))
 
@@ -348,7 +367,11 @@ class _ToInt8:
         if t.verdict != "int8":
             narrowed = tensor.astype(DTYPES[t.dtype_out], copy=False)
             return None if _same_bytes(narrowed, found[t.name]) else "its bytes are others"
-        codes, scales = (found[name] for name in item.outputs)
+        codes, scales, *mark = (found[name] for name in item.outputs)
+        if t.rotate:
+            if mark[0].tolist() != [*marker(t.rotate, t.shape[1])]:
+                return "it is not marked as rotated"
+            return check_rotated(tensor, codes, scales, t.rotate)
         if self.strategy == "channel":
             return _check_channels(tensor, codes, scales)
         for part, blocks in panels(t.shape, self.block_size):

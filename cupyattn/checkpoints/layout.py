@@ -12,15 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyattn.checkpoints.schemes import Scheme, by_channel, read_schemes, square
+from cupyattn.checkpoints.schemes import (
+    METHOD,
+    OWN_METHOD,
+    Scheme,
+    by_channel,
+    read_schemes,
+    square,
+)
 
 #: Suffixes of the names of scales, by export.
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
 WEIGHT = ".weight"
 QUANTIZATION = "quantization_config"
 #: The name of our own record among a file's strings, and its versions by what shares a scale: what
-#: read only the first version knows blocks alone.
+#: read only the first version knows blocks alone. The last is of files with rotated weights.
 RECORD, RECORD_VERSIONS = "cupyattn", {"block": 1, "channel": 2}
+ROTATED_VERSION = 3
+#: Bytes of the tensor that says how a weight is rotated (`cupyattn.quant.rotation.marker`), I32.
+MARKER_BYTES = 8
 
 
 def scale_name(weight: str, export: str) -> str:
@@ -40,6 +50,8 @@ def quantization_config(
     layers: Sequence[str],
     ignore: Sequence[str],
     strategy: str = "block",
+    *,
+    rotated: bool = False,
 ) -> dict[str, Any]:
     """Return what ``config.json`` says of the quantisation.
 
@@ -55,6 +67,9 @@ def quantization_config(
         Other linear layers; vLLM wants to be told of each.
     strategy : {"block", "channel"}
         What shares a scale; ``"deepseek"`` has a name for blocks alone.
+    rotated : bool
+        Whether some weights are. The method then has our own name: readers that do not rotate
+        activations must not take the codes for those of plain weights.
     """
     if export == "deepseek":
         return {
@@ -70,7 +85,7 @@ def quantization_config(
         weights = {"strategy": "block", "block_structure": [block_size, block_size]}
         activations = {"strategy": "group", "group_size": block_size}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": OWN_METHOD if rotated else METHOD,
         "format": "int-quantized",
         "quantization_status": "compressed",
         "config_groups": {
@@ -126,9 +141,8 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     for text in records:
         try:
             record = json.loads(text)
-            last = max(RECORD_VERSIONS.values())
-            if record["version"] > last:
-                raise ValueError(f"version {record['version']} is later than {last}")
+            if record["version"] > ROTATED_VERSION:
+                raise ValueError(f"version {record['version']} is later than {ROTATED_VERSION}")
             dtypes |= record["dtypes"]
             config_of = record["config"]
             stored.add((config_of["block_size"], config_of.get("strategy", "block")))

@@ -75,6 +75,8 @@ def _kind(codes: Codes) -> str:
         parts.append(f"scales of blocks of {codes.block[0]} x {codes.block[1]}")
     else:
         parts.append("one scale" if scheme.strategy == "tensor" else "scales of channels")
+    if codes.rotate:
+        parts.append("rotated")
     if codes.zero_points:
         parts.append("zero points")
     if scheme.activations:

@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.checkpoints import comfy
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.shards import Source
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
+from cupyattn.quant.rotation import LAYER_ROTATIONS, marker, rotation_of
 
 METHOD = "compressed-tensors"
+#: The same with weights of which some are rotated: `convert` writes it, and no other reader knows.
+OWN_METHOD = "cupyattn"
 #: Formats of compressed-tensors by whether the codes are packed into int32 words.
 FORMATS = {"int-quantized": False, "naive-quantized": False, "pack-quantized": True}
 #: Bits of packed codes. Libraries disagree on the layout of widths that do not divide 32.
@@ -106,6 +110,10 @@ class Codes:
     block : (int, int)
         Rows and columns that share a scale.
     scheme : Scheme
+    rotate : str or None
+        As for `cupyattn.Int8Linear`: the numbers are those of the rotated weight.
+    of_comfy : bool
+        Whether rotated numbers lie in ComfyUI's order (`cupyattn.checkpoints.comfy.our_codes`).
     """
 
     weight: str
@@ -115,6 +123,8 @@ class Codes:
     shape: tuple[int, int]
     block: tuple[int, int]
     scheme: Scheme
+    rotate: str | None = None
+    of_comfy: bool = False
 
     @property
     def scale_shape(self) -> tuple[int, int]:
@@ -152,7 +162,7 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     if not isinstance(config, dict):
         return ()
     method = config.get("quant_method")
-    if method == METHOD or (method is None and "config_groups" in config):
+    if method in (METHOD, OWN_METHOD) or (method is None and "config_groups" in config):
         return tuple(_groups(config, f"{where}: {METHOD}"))
     if method not in (None, "blockwise_int8"):
         raise UnsupportedError(
@@ -292,6 +302,8 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 _CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
+#: How a rotated weight says so, `cupyattn.quant.rotation.marker`, in files and in state dicts.
+ROTATION = "weight_rotation"
 #: Of the quantisation of activations, which a weight in 16 bits does not have.
 ACTIVATIONS = frozenset(
     f"{of}_{what}"
@@ -328,7 +340,8 @@ def find_codes(
         For tensors that `dequantize` does not understand.
     """
     found: dict[str, Codes] = {}
-    companions: set[str] = set()
+    told = comfy.settings_of(source)
+    companions: set[str] = {f"{layer}.{comfy.SETTINGS}" for layer in told}
     for name in source.tensors:
         layer, dot, last = name.rpartition(".")
         scales = [f"{layer}.{end}" for end in _SCALES if f"{layer}.{end}" in source.tensors]
@@ -336,19 +349,45 @@ def find_codes(
             continue
         if last == "weight_codes":
             scheme = _scheme_of_module(source.tensors[name], source.tensors[scales[0]])
+        elif layer in told:
+            asked = comfy.activations_told(source, layer, told[layer])
+            scheme = replace(_by_scales(source.tensors[scales[0]]), activations=asked)
         else:
             scheme = _scheme_of(layer, schemes, source)
         codes = _codes(source, layer, name, scales[0], scheme)
+        if layer in told:
+            rotate = comfy.rotation_told(source, layer, told.pop(layer), codes.shape[1])
+            codes = replace(codes, rotate=rotate, of_comfy=True)
+        else:
+            codes = replace(codes, rotate=_rotation(source, layer, codes.shape[1]))
         if codes.weight in found:
             first = found[codes.weight].codes.rpartition(".")[2]
             raise ValueError(f"{source.path}: {layer!r} has both {first} and {last}")
         found[codes.weight] = codes
-        companions |= {scales[0], f"{layer}.{_ZEROS}", f"{layer}.{_SHAPE}"}
+        companions |= {scales[0], *(f"{layer}.{end}" for end in (_ZEROS, _SHAPE, ROTATION))}
         companions |= {f"{layer}.{end}" for end in ACTIVATIONS}
+    for layer, settings in told.items():  # of layers without codes: settings that are not read
+        comfy.check_format(source, layer, settings)
+        raise ValueError(f"{source.path}: {layer!r} has no weight with codes and scales")
     companions &= set(source.tensors)
     if not ours:
         _check_nothing_is_left(source, found, companions)
     return found, frozenset(companions)
+
+
+def _rotation(source: Source, layer: str, channels: int) -> str | None:
+    """Return how the weight of a layer is rotated."""
+    name = f"{layer}.{ROTATION}"
+    if name not in source.tensors:
+        return None
+    said = tuple(source.read(name).reshape(-1).tolist())
+    for rotate in LAYER_ROTATIONS[1:]:
+        if rotation_of(rotate, channels) and said == marker(rotate, channels):
+            return rotate
+    raise UnsupportedError(
+        f"{source.path}: {name!r} is {said}, groups and runs of channels that are not read for "
+        f"{channels} channels: write the model again with this version"
+    )
 
 
 def _check_nothing_is_left(source: Source, found: dict[str, Codes], companions: set[str]) -> None:
@@ -375,6 +414,11 @@ def _scheme_of_module(codes: TensorInfo, scales: TensorInfo) -> Scheme:
     """Return the scheme of a module's codes by the shape of their scales."""
     strategy = strategy_of_weight(codes.shape, scales.shape)
     return by_channel() if strategy == "channel" else square(BLOCK_SIZE)
+
+
+def _by_scales(scales: TensorInfo) -> Scheme:
+    """Return the scheme of codes with one scale, or else with a scale for each row."""
+    return Scheme(None, None) if scales.elements == 1 else by_channel()
 
 
 def _scheme_of(layer: str, schemes: tuple[Scheme, ...], source: Source) -> Scheme:

@@ -14,6 +14,10 @@ from cupyattn.cli import output
 from cupyattn.files import check_folder
 from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import AUTO, FALLBACK_DTYPES, STRATEGIES, Int8Config
+from cupyattn.quant.rotation import ROTATIONS
+
+#: Of an option without a rotation.
+_NOT_ROTATED = "none"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +60,10 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         help="what shares a scale: a block or a row (auto: by activations or family, else block)",
     )
     rules.add_argument(
+        "--rotate", choices=(AUTO, _NOT_ROTATED, *ROTATIONS[1:]),
+        help="weights by row against outlier channels (auto: where activations ask for it)",
+    )  # fmt: skip
+    rules.add_argument(
         "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"
     )
     rules.add_argument(
@@ -76,7 +84,10 @@ def limits(args: argparse.Namespace, config: Int8Config | None = None) -> Int8Co
         "fp32_patterns": args.fp32_patterns,
     }
     known = dataclasses.asdict(config or Int8Config())
-    return Int8Config(**known | {name: x for name, x in given.items() if x is not None})
+    known |= {name: x for name, x in given.items() if x is not None}
+    if args.rotate is not None:
+        known["rotate"] = None if args.rotate == _NOT_ROTATED else args.rotate
+    return Int8Config(**known)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ Until then the files are in OUTPUT.partial, and the same command continues after
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
 from cupyattn.checkpoints.activations import read_activations
 from cupyattn.checkpoints.analysis import Analysis, analyze
@@ -26,8 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--activations", metavar="FILE",
-        help="as for analyze: without --strategy scales of channels are taken where no layer errs "
-        "much more by them",
+        help="as for analyze: without --strategy scales of channels are taken, of rotated weights "
+        "where needed, unless a layer errs much more by them",
     )  # fmt: skip
     add_export(parser)
     add_writing(parser)
@@ -67,15 +66,11 @@ def run(args: argparse.Namespace) -> int:
                 )
             samples = read_activations(args.activations, source)
             known = analyze(source, config, activations=samples, advance=advance)
-            if args.strategy is None:
-                config = replace(config, strategy=known.recommended or config.strategy)
         done = convert(
             source, args.output, config, analysis=known, export=args.export,
             max_shard_bytes=args.max_shard_bytes, dry_run=args.dry_run, advance=advance,
         )  # fmt: skip
     report(done, args.json)
-    if args.activations and args.strategy is None:
-        output.say(f"scales of {config.strategy}s, as the activations recommend")
     return 0
 
 

@@ -40,15 +40,15 @@ class LayersSettings(NamedTuple):
 
 
 def rotation_before(rotate: str | None) -> NormQuantSettings | None:
-    """Return what happens to rows of which no more is known than that they are rotated."""
+    """Return the steps of rows that are rotated, and otherwise taken as they are."""
     return None if rotate is None else NormQuantSettings(None, None, rotate, EPS, "channel", None)
 
 
 class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
-    Its arrays are "x", vectors of `norm_quant` by their names, and the arrays of each product,
-    whose names end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0"
+    Its arrays are "x", and vectors of `norm_quant` by their names. The arrays of each product have
+    names that end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0"
     receives the result. Between the launches, codes and their scales are in scratch memory.
     """
 
@@ -138,15 +138,14 @@ def _codes_of(
     settings: LayersSettings, arrays: Mapping[str, Described], strategy: str
 ) -> Problem:
     """Return how rows become codes."""
-    x, before = arrays["x"], settings.before
-    if before is None:
-        asked = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
-        plain: Problem = problem_of(ACT_QUANT, asked, {"x": x})
-        return plain
-    given = {"x": x, **{name: arrays[name] for name in VECTORS if name in arrays}}
-    own = before._replace(backend=settings.backend)
-    prepared: Problem = problem_of(NORM_QUANT, own, given)
-    return prepared
+    before = settings.before
+    given = {name: arrays[name] for name in ("x", *VECTORS) if name in arrays}
+    operation: Operation = ACT_QUANT
+    asked: Any = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
+    if before is not None:
+        operation, asked = NORM_QUANT, before._replace(backend=settings.backend)
+    codes: Problem = problem_of(operation, asked, given)
+    return codes
 
 
 def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -160,16 +159,7 @@ LAYERS = _Layers()
 
 
 def interpret_layer(
-    x: Any,
-    codes: Any,
-    scales: Any,
-    out_dtype: str,
-    *,
-    activation: str | None = None,
-    rotate: str | None = None,
-    arch: str | None = None,
-    out: Any = None,
-    **operands: Any,
+    x: Any, codes: Any, scales: Any, settings: LayersSettings, *, out: Any = None, **operands: Any
 ) -> Any:
     """Interpret a layer as models launch it: its product may begin while codes are made.
 
@@ -178,12 +168,10 @@ def interpret_layer(
     x : numpy.ndarray
     codes, scales : numpy.ndarray
         As for `cupyattn.Int8Linear`.
-    out_dtype, activation, out, **operands
+    settings : LayersSettings
+        Of one layer. Without `arch`, the first architecture on which launches overlap.
+    out, **operands
         As for `cupyattn.int8_gemm`.
-    rotate : str, optional
-        As for `cupyattn.norm_quant`.
-    arch : str, optional
-        Defaults to the first architecture on which launches overlap.
 
     Returns
     -------
@@ -192,7 +180,5 @@ def interpret_layer(
     arrays = {"x": x, "b0": codes, "b_scales0": scales}
     operands |= {"c": out}
     arrays |= {f"{name}0": array for name, array in operands.items() if array is not None}
-    settings = LayersSettings(
-        out_dtype, (activation or "",), arch or OVERLAPPING, "interpret", rotation_before(rotate)
-    )
-    return run(LAYERS, settings, arrays)[0]
+    own = settings._replace(arch=settings.arch or OVERLAPPING, backend="interpret")
+    return run(LAYERS, own, arrays)[0]

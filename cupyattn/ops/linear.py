@@ -19,7 +19,7 @@ from cupyattn.compiler.target import check_backend, choose
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_but, places
 from cupyattn.ops.gemm import int8_gemm
-from cupyattn.ops.layers import interpret_layer
+from cupyattn.ops.layers import LayersSettings, interpret_layer, rotation_before
 from cupyattn.ops.norm_quant import norm_quant
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
@@ -408,7 +408,10 @@ def quantised_product(
     kept = None
     x, pass_rotates = arranged(x, rotate), None if rotate is None else "hadamard"
     if outliers is None and choose(backend, is_cupy(x)) == "interpret":  # as models launch them
-        return interpret_layer(x, codes, scales, out_dtype, rotate=pass_rotates, **options)
+        activations, arch = (options.pop("activation", None) or "",), options.pop("arch", None)
+        before = rotation_before(pass_rotates)
+        settings = LayersSettings(out_dtype, activations, arch, backend, before)
+        return interpret_layer(x, codes, scales, settings, **options)
     if rotate is not None:
         codes_x, scales_x = norm_quant(x, rotate=pass_rotates, backend=backend)
     elif outliers is None:

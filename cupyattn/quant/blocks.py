@@ -17,6 +17,7 @@ import numpy as np
 
 from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.errors import UnsupportedError
+from cupyattn.quant.rotation import ROTATIONS, check_by_row
 
 Array = Any
 
@@ -65,6 +66,10 @@ class Int8Config:
         faster, but err more if some channels of the activations are outliers. "auto" chooses
         channels if given activations allow it or, without activations, if measurements of the
         model's family allow it; otherwise blocks.
+    rotate : {"auto", None, "hadamard"}
+        Whether weights with scales of channels are rotated, which spreads outlier channels of the
+        activations (`cupyattn.Int8Linear`): where given activations ask for it, nowhere, or in all
+        layers whose number of channels 64 divides.
 
     Raises
     ------
@@ -87,10 +92,18 @@ class Int8Config:
     fp32_patterns: Sequence[str] = ()
     min_sqnr_db: float = 20.0
     strategy: str = AUTO
+    rotate: str | None = AUTO
 
     def __post_init__(self) -> None:
         if self.strategy != AUTO:
             check_strategy(self.strategy)
+        if self.rotate not in (AUTO, *ROTATIONS):
+            raise ValueError(
+                f"rotate must be {' or '.join(map(repr, (AUTO, *ROTATIONS)))}, got "
+                f"{self.rotate!r:.40}"
+            )
+        if self.rotate not in (AUTO, None):
+            check_by_row(str(self.rotate), self.strategy)
         check_block_size(self.block_size)
         if self.block_size != BLOCK_SIZE:
             raise UnsupportedError(

@@ -60,13 +60,23 @@ def check_rotation(rotate: str | None, channels: int, strategy: str) -> None:
     if rotate not in LAYER_ROTATIONS:
         names = " or ".join(map(repr, LAYER_ROTATIONS))
         raise ValueError(f"rotate must be {names}, got {shown(rotate)}")
-    if rotate is not None and strategy != "channel":
+    if rotate is not None:
+        check_by_row(rotate, strategy)
+        group_of(channels)
+
+
+def check_by_row(rotate: str, strategy: str) -> None:
+    """Raise UnsupportedError for a rotation beside scales of blocks."""
+    if strategy == "block":
         raise UnsupportedError(
             f"rotate={rotate!r} goes with strategy='channel', got strategy={strategy!r}: rotated "
             "rows have no outliers for blocks to hold apart"
         )
-    if rotate is not None:
-        group_of(channels)
+
+
+def rotation_of(rotate: str | None, channels: int) -> str | None:
+    """Return how a weight is rotated where that is wanted: not at all if no group divides it."""
+    return rotate if channels and channels % GROUPS[-1] == 0 else None
 
 
 def unit_of(group: int) -> np.float32:

@@ -63,7 +63,7 @@ def test_codes_that_cannot_be_read(tmp_path: Path, config, arrays, options, said
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("change", [{"version": 3}, {"dtypes": 3}, {"config": {}}, None])
+@pytest.mark.parametrize("change", [{"version": 4}, {"dtypes": 3}, {"config": {}}, None])
 def test_a_damaged_record(tmp_path: Path, monkeypatch, change) -> None:  # type: ignore[no-untyped-def]
     metadata = conversion._ToInt8.metadata
 

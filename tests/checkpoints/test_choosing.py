@@ -1,8 +1,9 @@
-"""The one rule between scales of blocks and of channels, for files and for models in memory."""
+"""The one rule for scales of blocks, of channels and of rotated rows, in files and in memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,28 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
-from cupyattn.checkpoints import analyze, convert
+from cupyattn.checkpoints import analyze, convert, open_checkpoint
 from cupyattn.checkpoints.analysis import layer_errors
-from cupyattn.checkpoints.choosing import choose
+from cupyattn.checkpoints.choosing import LIMIT, ROTATED_LIMIT, Way, choose
+from cupyattn.checkpoints.predicted_errors import MOST_ROWS, Errors, predicted_errors
+from cupyattn.reference.gemm import activate
 from experiments.dit import checkpoint
 from experiments.dit import model as dit
 from experiments.dit.train import WEIGHTS
 from tests.checkpoints.checkpoint_files import write
 from tests.support.marks import slow_unless
 
+predicted = importlib.import_module("cupyattn.checkpoints.predicted_errors")
 NAME = "blocks.0.fc"
+ROTATED = Way("channel", "hadamard")
 
 
-def given(outliers: float = 1.0) -> tuple[dict[str, Any], dict[str, Any]]:
+def given(outliers: float = 1.0, channels: int = 512) -> tuple[dict[str, Any], dict[str, Any]]:
     """A weight, and activations of which three channels are so many times as large."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((16, 512)).astype(np.float32)
+    x = rng.standard_normal((16, channels)).astype(np.float32)
     x[:, [5, 70, 300]] *= outliers
-    return {f"{NAME}.weight": rng.standard_normal((128, 512)).astype(np.float32)}, {NAME: x}
+    return {f"{NAME}.weight": rng.standard_normal((128, channels)).astype(np.float32)}, {NAME: x}
 
 
 def strategy_of(folder: Path) -> str:
@@ -37,36 +42,49 @@ def strategy_of(folder: Path) -> str:
     return str(config["config_groups"]["group_0"]["weights"]["strategy"])
 
 
-@pytest.mark.parametrize(
-    ("outliers", "expected"), [(1.0, "channel"), (10.0, "block"), (50.0, "block")]
-)
-def test_planted_outlier_channels_get_blocks(
-    outliers: float, expected: str, tmp_path: Path
+#: Times that three channels are as large, all channels, and what the layer gets; 64 does not divide
+#: 500 channels.
+PLANTED = [
+    (1.0, 512, Way("channel")), (10.0, 512, ROTATED), (50.0, 512, ROTATED),
+    (10.0, 500, Way("block")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outliers", "channels", "expected"), PLANTED)
+def test_planted_outlier_channels_get_a_rotation_or_blocks(
+    outliers: float, channels: int, expected: Way, tmp_path: Path
 ) -> None:
-    weights, activations = given(outliers)
+    weights, activations = given(outliers, channels)
     path = write(tmp_path / "x.safetensors", weights)
     found = analyze(path, activations=activations)
-    assert found.config.strategy == expected
-    assert f"Scales by {expected}: " in found.summary()
+    (report,) = found.tensors
+    assert (found.config.strategy, report.rotate) == (expected.strategy, expected.rotate)
+    assert f"Scales by {expected.strategy}: " in found.summary()
     convert(path, tmp_path / "out", analysis=found)
-    assert strategy_of(tmp_path / "out") == expected
+    assert strategy_of(tmp_path / "out") == expected.strategy
+    written = open_checkpoint(tmp_path / "out")
+    assert found.totals["bytes_out"] == sum(written.read(n).nbytes for n in written.tensors)
 
 
 @pytest.mark.frameworks
-@pytest.mark.parametrize(("outliers", "expected"), [(1.0, "channel"), (10.0, "block")])
-def test_a_model_in_memory_is_judged_by_the_same_rule(outliers: float, expected: str) -> None:
+@pytest.mark.parametrize(("outliers", "channels", "way"), PLANTED)
+def test_a_model_in_memory_is_judged_by_the_same_rule(
+    outliers: float, channels: int, way: Way
+) -> None:
     torch = pytest.importorskip("torch")
     from cupyattn.interop.torch import replace_linear_with_int8
 
-    weights, activations = given(outliers)
+    weights, activations = given(outliers, channels)
+    expected = way.strategy
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList([torch.nn.Module()])
-    model.blocks[0].fc = torch.nn.Linear(512, 128, bias=False)
+    model.blocks[0].fc = torch.nn.Linear(channels, 128, bias=False)
     model.blocks[0].fc.weight.data = torch.from_numpy(weights[f"{NAME}.weight"])
     x = {NAME: torch.from_numpy(activations[NAME])}
     with replace_linear_with_int8(model, activations=x) as handle:
-        assert model.blocks[0].fc.strategy == expected
+        assert (model.blocks[0].fc.strategy, model.blocks[0].fc.rotate) == dataclasses.astuple(way)
         assert f"\nscales by {expected}: " in handle.report()
+        assert handle.report().endswith(", rotated") == (way.rotate is not None)
     for strategy in ("block", "channel"):  # what is asked for holds
         config = ca.Int8Config(strategy=strategy)
         with replace_linear_with_int8(model, config=config, activations=x):
@@ -74,9 +92,9 @@ def test_a_model_in_memory_is_judged_by_the_same_rule(outliers: float, expected:
     with replace_linear_with_int8(model):
         assert model.blocks[0].fc.strategy == "block"
     wrong = {"blocks.0.other": x[NAME]}
-    with pytest.raises(ValueError, match=r"'blocks.0.other' are \(16, 512\), and it is no layer"):
+    with pytest.raises(ValueError, match=r"'blocks.0.other' are \(16, 5..\), and it is no layer"):
         replace_linear_with_int8(model, activations=wrong)
-    with pytest.raises(ValueError, match=r"and it takes \(..., 512\)"):
+    with pytest.raises(ValueError, match=r"and it takes \(..., 5..\)"):
         replace_linear_with_int8(model, activations={NAME: x[NAME][:, 1:]})
 
 
@@ -109,6 +127,69 @@ def test_the_command_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = write(tmp_path / "x.safetensors", weights)
     assert cli.main(["convert", str(path), "--output", str(tmp_path / "out")]) == 0
     assert "Scales by block: no activations were given" in capsys.readouterr().out
+
+
+def relative(layer: ca.Int8Linear, x: Any, w: Any) -> float:
+    exact = x.astype(np.float64) @ w.astype(np.float64).T
+    return float(np.linalg.norm(layer(x) - exact) / np.linalg.norm(exact))
+
+
+#: Inputs of a layer: their channels, what is done to normal numbers, and what the layer gets.
+INPUTS = {
+    "normal": (1536, lambda x: x, Way("channel")),
+    "0.5 % x 30": (3072, lambda x: planted(x, np.arange(0, 3072, 200), 30), ROTATED),
+    "one head x 10": (3072, lambda x: planted(x, np.arange(384, 512), 10), ROTATED),
+    "half x 10": (3072, lambda x: planted(x, np.arange(1536), 10), ROTATED),
+    "GELU": (6144, lambda x: activate(x, "gelu"), ROTATED),
+    "one row": (512, lambda x: x[:1], Way("channel")),
+}
+
+
+def planted(x: Any, channels: Any, factor: float) -> Any:
+    x[:, channels] *= factor
+    return x
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_layers_get_what_errs_little_more_than_blocks(name: str) -> None:
+    """Errors are foretold within 5 %, and no layer errs more than its limit allows."""
+    channels, changed, way = INPUTS[name]
+    rng = np.random.default_rng(3)
+    x = np.float32(changed(rng.standard_normal((96, channels))))
+    w = rng.standard_normal((96, channels), np.float32)
+    one = predicted_errors(w, x)
+    assert choose("auto", errors={"a": one}).layers == {"a": way}
+    found = {
+        each: relative(ca.Int8Linear.from_weight(w, **dataclasses.asdict(each)), x, w)
+        for each in (Way("block"), Way("channel"), ROTATED)
+    }
+    for error, each in zip((one.block, one.channel, one.rotated), found, strict=True):
+        assert error is not None and abs(error / found[each] - 1) < (0.05 if len(x) > 1 else 0.3)
+    limit = LIMIT if way.rotate is None else ROTATED_LIMIT
+    assert found[way] <= limit * 1.05 * found[Way("block")]
+
+
+def test_few_rows_of_activations_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are spread over all of them."""
+    x = np.zeros((10_000, 64), np.float32)
+    x[::9999] = 1.0
+    seen: list[int] = []
+    own = predicted._noise
+    monkeypatch.setattr(predicted, "_noise", lambda v, *a: (seen.append(len(v)), own(v, *a))[1])
+    predicted_errors(np.ones((4, 64), np.float32), x)
+    assert seen[0] == MOST_ROWS
+
+
+def test_layers_without_activations_are_as_the_rest() -> None:
+    plain, outliers = Errors(0.01, 0.0101, 0.01), Errors(0.01, 0.03, 0.01)
+    assert choose("auto", errors={"a": plain}).way_of("other") == Way("channel")
+    assert choose("auto", errors={"a": plain, "b": outliers}).way_of("other") == ROTATED
+    bad = Errors(0.01, 0.03, 0.02)
+    chose = choose("auto", errors={"a": plain, "b": outliers, "c": bad})
+    assert [chose.way_of(n) for n in "abcd"] == [
+        Way("channel"), ROTATED, Way("block"), Way("block")
+    ]  # fmt: skip
+    assert str(chose).endswith("scales of channels err 3 times as much on the activations of c")
 
 
 # ---- activations of the trained transformer ------------------------------------------------------
@@ -154,12 +235,23 @@ def test_activations_of_the_trained_transformer_allow_channels(
     )
     layers = [n for n in seen if n[0].isdigit()]
     assert len(layers) == 4 * depth
-    errors = {n: layer_errors(weights[f"{n}.weight"].T, seen[n], 128) for n in layers}
+    matrices = {n: np.ascontiguousarray(weights[f"{n}.weight"].T, np.float32) for n in layers}
+    errors = {n: predicted_errors(matrices[n], seen[n]) for n in layers}
     chose = choose("auto", errors=errors)
     assert chose.strategy == "channel", chose
-    for n in layers:  # planted outliers in a single layer do not; others have two blocks of columns
+    for n, one in errors.items():  # the prediction is right, and a rotation errs less than blocks
+        of_block, of_channel = layer_errors(matrices[n], seen[n], 128)
+        layer = ca.Int8Linear.from_weight(matrices[n], strategy="channel", rotate="hadamard")
+        exact = seen[n].astype(np.float64) @ matrices[n].astype(np.float64).T
+        rotated = np.linalg.norm(layer(seen[n]) - exact) / np.linalg.norm(exact)
+        assert abs(one.channel / one.block / (of_channel / of_block) - 1) < 0.05
+        assert abs(one.rotated / one.block / (rotated / of_block) - 1) < 0.05
+        assert rotated < of_block
+    for n in layers:  # planted outliers in a single layer ask for a rotation of it
         if n.endswith("mlp.1"):
             seen[n][:, :3] *= 20
-            planted = {**errors, n: layer_errors(weights[f"{n}.weight"].T, seen[n], 128)}
+            planted = {**errors, n: predicted_errors(matrices[n], seen[n])}
             chose = choose("auto", errors=planted)
-            assert chose.strategy == "block" and chose.why.endswith(f"activations of {n}")
+            assert chose.way_of(n) == ROTATED and "rotated in" in chose.why
+            without = choose("auto", errors=planted, rotate=None)
+            assert without.strategy == "block" and without.why.endswith(f"activations of {n}")

@@ -355,13 +355,17 @@ def test_a_model_that_nobody_has_any_more_is_freed(how: str) -> None:
     assert seen() is None
 
 
-def test_activations_decide_between_blocks_and_channels() -> None:
+def test_activations_decide_on_channels_and_their_rotation() -> None:
     pipe = cases.make("sd3")
     pipe.transformer = transformer()
     name = "transformer_blocks.0.ff.net.2"
     x = torch.randn(16, 512)
-    for outliers, expected in ((1.0, "channel"), (30.0, "block")):
+    for outliers, expected in ((1.0, None), (30.0, "hadamard")):
         x[:, [5, 200, 300]] *= outliers
         given = {f"transformer.{name}": x}
-        with interop.accelerate(pipe, activations=given, **EAGER):
-            assert pipe.transformer.get_submodule(name).strategy == expected
+        with interop.accelerate(pipe, activations=given, **EAGER) as handle:
+            layer = pipe.transformer.get_submodule(name)
+            assert (layer.strategy, layer.rotate) == ("channel", expected)
+            line, report = handle.report().lines[1], handle.report().layers
+            assert (" rotated" in line) == (expected is not None)
+            assert report[f"transformer.{name}"].endswith(", rotated") == (expected is not None)

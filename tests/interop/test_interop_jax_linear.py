@@ -16,6 +16,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.errors import UnsupportedError
 from cupyattn.quant.activation import GLU
 from cupyattn.runtime.recent import CALLS
 from tests.support.runs import bits
@@ -484,3 +485,21 @@ def test_a_bound_comes_back_as_a_jax_array_that_is_not_below_it() -> None:
     assert isinstance(found, jax.Array) and found.dtype == jnp.float32
     wide = np.asarray(found, np.float64)
     assert (wide >= exact).all() and (wide <= exact * (1 + 2.0**-22)).all()
+
+
+@pytest.mark.parametrize("rotate", ["hadamard", "hadamard_contiguous"])
+def test_a_rotated_layer_is_that_of_numpy(rotate: str) -> None:
+    """Its gradient is of the weight before it was rotated; its tree keeps the rotation."""
+    rng = np.random.default_rng(0)
+    w, x = (rng.standard_normal(s).astype(np.float32) for s in ((24, 512), (3, 512)))
+    x[:, 5] *= 30
+    layer = Int8Linear.from_weight(jnp.asarray(w), strategy="channel", rotate=rotate)
+    plain = ca.Int8Linear.from_weight(w, strategy="channel", rotate=rotate)
+    y = jax.jit(lambda layer, x: layer(x))(layer, jnp.asarray(x))
+    assert np.array_equal(np.asarray(y), plain(x))
+    again = jax.tree_util.tree_map(lambda leaf: leaf, layer)
+    assert again.rotate == rotate and again.strategy == "channel"
+    d_x = jax.grad(lambda x: layer(x).sum())(jnp.asarray(x))
+    assert np.linalg.norm(d_x[0] - w.sum(0)) < 0.02 * np.linalg.norm(w.sum(0))
+    with pytest.raises(UnsupportedError, match="goes with strategy='channel'"):
+        Int8Linear.from_weight(jnp.asarray(w), rotate=rotate)

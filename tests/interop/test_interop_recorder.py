@@ -147,7 +147,7 @@ def test_a_file_of_a_recording_is_read_by_everything(
     assert "in 4 of 4 layers" in capsys.readouterr().out
     assert cli.main(["convert", *words, "--output", str(tmp_path / "int8")]) == 0
     said = capsys.readouterr().out
-    assert "scales of channels, as the activations recommend" in said
+    assert "Scales by channel: " in said and "on the activations given" in said
     assert '"strategy": "channel"' in (tmp_path / "int8" / "config.json").read_text()
 
 

@@ -231,6 +231,12 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         {"weight": W.astype(np.float16), "x": X},
         lambda g: ca.Int8Linear.from_weight(g["weight"], outlier_columns=[3, 9])(g["x"]),
     ),
+    "Int8Linear.from_weight.rotated": (
+        {"weight": W[:, :192].copy(), "x": X[:, :192].copy()},
+        lambda g: ca.Int8Linear.from_weight(
+            g["weight"], strategy="channel", rotate="hadamard_contiguous"
+        )(g["x"]),
+    ),
     "AffineInt8Linear": (
         {"codes": CHANNELS, "scales": CHANNEL_SCALES, "zeros": CHANNEL_ZEROS,
          "bias": W[:, 0].copy(), "x": X},

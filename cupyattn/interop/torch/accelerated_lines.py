@@ -47,14 +47,17 @@ def _layers(parts: Sequence[Part]) -> str:
     replaced, kept = (sum(len(of) for of in some) for some in (
         [one.replaced for one in made], [one.kept for one in made],
     ))  # fmt: skip
-    strategies = {
-        layer.strategy for part in parts if part.linear is not None
+    layers = [
+        layer for part in parts if part.linear is not None
         for _, layer in int8_layers(part.model)
-    }  # fmt: skip
+    ]  # fmt: skip
+    strategies = {layer.strategy for layer in layers}
+    rotated = sum(layer.rotate is not None for layer in layers)
     saved = sum(one._handle_saved for one in made) / len(made)
     scales = f" with a scale for each {' or '.join(sorted(strategies))}" if strategies else ""
-    layers = f"{replaced} of {replaced + kept} in INT8{scales}"
-    return f"linear layers: {layers}, {100 * saved:.0f} % less memory for weights"
+    scales += f", {rotated} rotated" if rotated else ""
+    of_all = f"{replaced} of {replaced + kept} in INT8{scales}"
+    return f"linear layers: {of_all}, {100 * saved:.0f} % less memory for weights"
 
 
 def _attention(parts: Sequence[Part], attention: Any) -> str:

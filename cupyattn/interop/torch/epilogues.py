@@ -138,7 +138,7 @@ def _is_layer(node: Node) -> bool:
 
 
 def _arguments(layer: Node) -> tuple[Any, ...]:
-    """Return all arguments of a layer; graphs leave out those that are at their default."""
+    """Return all arguments of a layer; graphs leave out defaults at the end."""
     return *layer.args, *[None] * (len(layer.target._schema.arguments) - len(layer.args))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.arrays.described import Described
+from cupyattn.checkpoints.schemes import ROTATION
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, dtype_of, on_device_of
@@ -91,7 +92,7 @@ def dequantised(
 ) -> Tensor:
     """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit.
 
-    Those of a rotated weight are rotated back, in float32.
+    The numbers of a rotated weight are rotated back, in float32.
     """
     rows, columns = weight.shape
     if rotate is not None:
@@ -132,8 +133,6 @@ differentiate(int8_linear, _derivative, _save, _join)
 
 #: The names of a layer's codes in a state dict, now and formerly.
 CODES, FORMER_CODES = "weight_codes", "weight"
-#: How a rotated weight says so in a state dict: `cupyattn.quant.rotation.marker`.
-ROTATION = "weight_rotation"
 #: Buffers of a layer that keep their type when the module is converted.
 _OWN = (CODES, "weight_scale", ROTATION)
 

@@ -8,26 +8,28 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cupyattn.checkpoints.codes import scales_of
+from cupyattn.checkpoints.codes import scales_of, stored_codes
 from cupyattn.checkpoints.conversion import layout_of
 from cupyattn.checkpoints.header import FLOATS
 from cupyattn.checkpoints.layout import QUANTIZATION, WEIGHT
-from cupyattn.checkpoints.schemes import Codes, find_codes
+from cupyattn.checkpoints.schemes import ROTATION, Codes, find_codes
 from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import target_of, uncompiled
 from cupyattn.interop.torch.activated import put_activated
-from cupyattn.interop.torch.bridge import as_tensor
+from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import original_of
 from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.rotation import rotated
 
 
 def load_int8(
@@ -206,11 +208,14 @@ def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear
     if not layout_of(source).ours:
         return
     rows = slice(0, BLOCK_SIZE)
+    weight = linear.weight[rows].detach()
+    if layer.rotate is not None:
+        weight = as_tensor(rotated(as_array(weight.cpu()), layer.rotate)).to(weight.device)
     scale = layer.weight_scale[rows] if layer.strategy == "channel" else (
         layer.weight_scale[:1].repeat_interleave(BLOCK_SIZE, 1)[:, : linear.in_features]
     )  # fmt: skip
     found = layer.weight_codes[rows].float() * scale
-    far = (found - linear.weight[rows].detach().float()).abs() > scale
+    far = (found - weight.float()).abs() > scale
     if bool(far.any()):
         raise ValueError(
             f"{source.path}: {codes.weight!r} is of another weight, {int(far.sum()):,} of "
@@ -223,13 +228,19 @@ def layer_of(
 ) -> Int8Linear:
     """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
     check_shape(source, codes, linear)
-    scales = scales_of(source, codes)
+    stored, scales = stored_codes(source, codes), scales_of(source, codes)
+    if stored.dtype != np.int8:
+        raise ValueError(
+            f"{source.path}: {codes.weight!r} has codes of -128 where our rotation has the other "
+            "sign, and 128 is no code: dequantize the model, and convert the result"
+        )
     if codes.scheme.strategy == "tensor":
         scales = scales.repeat(linear.out_features, axis=0)
     home = _home(linear.weight.device)
     layer = Int8Linear(
-        *(as_tensor(x).to(home) for x in (source.read(codes.codes), scales)), **options
-    )
+        *(as_tensor(x).to(home) for x in (stored, scales)),
+        rotate=codes.rotate, **options,
+    )  # fmt: skip
     layer.bias = linear.bias
     return layer
 
@@ -297,7 +308,7 @@ def _load_rest(model: nn.Module, source: Source, loaded: frozenset[str]) -> None
         f"{name}.{buffer}"
         for name, layer in model.named_modules(remove_duplicate=False)
         if id(layer) in codes
-        for buffer in (CODES, "weight_scale")
+        for buffer in (CODES, "weight_scale", ROTATION)
     }
     rest = [name for name in source.tensors if name not in loaded]
     # A parameter of several names is in the files under one of them.

@@ -165,8 +165,8 @@ def replace_linear_with_int8(
     again : bool
         First undo all earlier replacements of linear layers in the model.
     activations : mapping of str to Tensor, optional
-        Inputs of layers, (..., in), by name. They decide between scales of blocks and of channels,
-        unless `config` does.
+        Inputs of layers, (..., in), by name. They decide for each layer between scales of blocks,
+        of channels, and of channels of rotated rows, unless `config` does.
     advance : callable, optional
         Called with the name of each examined layer, for a progress bar.
 
@@ -238,7 +238,9 @@ def replace_linear_with_int8(
         cls, widths = type(own).__name__, (layer.in_features for _, layer, _ in linear_layers(own))
         config, chose = with_strategy(config, cls, widths, candidates, activations)
         choice = str(chose)
-        made = quantised(candidates, config, options, advance, model=type(own).__name__)
+        made = quantised(
+            candidates, config, options, advance, model=type(own).__name__, ways=chose.layers
+        )
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())

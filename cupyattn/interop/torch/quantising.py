@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,19 @@ from cupyattn.checkpoints.analysis import (
     check_patterns,
     has_codes,
     judge,
-    layer_errors,
     report_of,
 )
-from cupyattn.checkpoints.choosing import Choice, choose
+from cupyattn.checkpoints.choosing import Choice, Way, choose
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
+from cupyattn.checkpoints.predicted_errors import predicted_errors
 from cupyattn.checkpoints.roles import PRECISE_ROLES
+from cupyattn.checkpoints.rotated import rotated_codes
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.ops.linear import quantised_weight
 from cupyattn.ops.weights import weight_quant
 from cupyattn.quant.blocks import AUTO, Int8Config
 
@@ -73,12 +75,12 @@ def with_strategy(
             if linear is not None:
                 takes = f"takes (..., {linear.in_features})"
             raise ValueError(f"activations of {name!r:.80} are {tuple(x.shape)}, and it {takes}")
-        if config.strategy == AUTO:
+        if config.strategy == AUTO and config.rotate in (AUTO, None):
             rows = as_array(x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1]))
             weight = as_array(linear.weight.detach().to("cpu"))
-            errors[name] = layer_errors(weight, rows, config.block_size)
-    choice = choose(config.strategy, model, widths, errors)
-    return replace(config, strategy=choice.strategy), choice
+            errors[name] = predicted_errors(weight, rows, config.block_size)
+    choice = choose(config.strategy, model, widths, errors, config.rotate)
+    return replace(config, strategy=choice.strategy, rotate=choice.rotate), choice
 
 
 def quantised(
@@ -88,6 +90,7 @@ def quantised(
     advance: Callable[[str], None] | None = None,
     *,
     model: str = "",
+    ways: Mapping[str, Way] | None = None,
 ) -> Iterator[tuple[str, Int8Linear | None, str]]:
     """Yield the name of each layer, an INT8 layer where its weight may be codes, and why.
 
@@ -102,6 +105,8 @@ def quantised(
         Called with each name when its layer is done.
     model : str
         Class of the model, as for `cupyattn.checkpoints.role_of`.
+    ways : mapping of str to Way, optional
+        Of layers that the configuration does not hold for.
 
     Raises
     ------
@@ -116,13 +121,18 @@ def quantised(
     check_patterns(config, [f"{name}{WEIGHT}" for name in layers])
     for name in list(layers):
         linear = layers[name]
-        report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), config, model)
+        own = config if ways is None or name not in ways else replace(config, **asdict(ways[name]))
+        report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), own, model)
         layer = None
         if made is not None:
-            layer = Int8Linear(*made, linear.bias, **options)
+            layer = Int8Linear(*made, linear.bias, rotate=report.rotate, **options)
             layer.weight_dtype = linear.weight.dtype
         del linear, made  # so that a layer that is dropped leaves memory before the next is read
-        yield name, layer, report.reason
+        why = report.reason
+        if layer is not None:
+            why += ", rotated" if layer.rotate else ""
+            why += f", by {own.strategy}" if own.strategy != config.strategy else ""
+        yield name, layer, why
         if advance is not None:
             advance(name)
 
@@ -147,7 +157,7 @@ def coded(
     if w.is_cuda and w.numel():
         made = _on_device(w, config, judged) if may_be else None
         if made is not None:
-            return made
+            return made[0], _rotated(w, made[0]) or made[1]
         if faultless.role in PRECISE_ROLES and (largest := _finite(w)) is not None:
             return judged(WeightErrors(info.elements, 0, largest)), None
     array = as_array(w.to("cpu").contiguous())
@@ -160,7 +170,19 @@ def coded(
     if on_host is None or report.verdict != "int8":
         return report, None
     codes, scales = (as_tensor(x).to(w.device) for x in on_host)
-    return report, (codes, scales)
+    return report, _rotated(w, report) or (codes, scales)
+
+
+def _rotated(w: Tensor, report: TensorReport) -> Made | None:
+    """Return the codes of a weight that is to be rotated, made where it lies."""
+    if report.rotate is None:
+        return None
+    if w.is_cuda:
+        with on_device_of(w):
+            made = quantised_weight(as_array(w), "channel", report.rotate)
+            return as_tensor(made[0]), as_tensor(made[1])
+    codes, scales = rotated_codes(as_array(w.to("cpu").contiguous()), report.rotate)
+    return as_tensor(codes), as_tensor(scales)
 
 
 def _on_device(

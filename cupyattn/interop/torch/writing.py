@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from cupyattn.checkpoints import layout, writer
 from cupyattn.checkpoints.analysis import sha256_of
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
-from cupyattn.checkpoints.layout import QUANTIZATION, RECORD, RECORD_VERSIONS, WEIGHT
+from cupyattn.checkpoints.layout import (
+    QUANTIZATION,
+    RECORD,
+    RECORD_VERSIONS,
+    ROTATED_VERSION,
+    WEIGHT,
+)
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import uncompiled
@@ -109,6 +115,7 @@ class _Codes:
                 f"the {type(model).__name__} has layers by {' and '.join(self.strategies)}: files "
                 "have codes of one strategy, 'block' or 'channel'"
             )
+        self.rotated = any(layer.rotate for layer in layers.values())
         self.dtypes: dict[str, str] = {}
         self.layers = sorted(layers)
         self.others = sorted(name for name, *_ in linear_layers(model))
@@ -134,17 +141,21 @@ class _Codes:
 
     def quantization_config(self) -> dict[str, Any]:
         return layout.quantization_config(
-            _EXPORT, Int8Config().block_size, self.layers, self.others, self.strategies[0]
-        )
+            _EXPORT, Int8Config().block_size, self.layers, self.others, self.strategies[0],
+            rotated=self.rotated,
+        )  # fmt: skip
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         (strategy,) = self.strategies
         config = asdict(Int8Config(strategy=strategy))
         if strategy == "block":  # the record of version 1
             del config["strategy"]
+        if not self.rotated:
+            del config["rotate"]
         names = {item.name for item in items}
         record = {
-            "version": RECORD_VERSIONS[strategy], "tool": f"cupyattn {__version__}",
+            "version": ROTATED_VERSION if self.rotated else RECORD_VERSIONS[strategy],
+            "tool": f"cupyattn {__version__}",
             "export": _EXPORT, "config": config, "source_sha256": self.sha256(names),
             "dtypes": {name: x for name, x in self.dtypes.items() if name in names},
         }  # fmt: skip

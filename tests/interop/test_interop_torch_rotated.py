@@ -1,0 +1,163 @@
+"""Rotated INT8 layers of torch: their weight, state dicts, graphs, gradients, and files."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.checkpoints import dequantize, open_checkpoint
+from tests.support.marks import slow_unless
+
+torch = pytest.importorskip("torch")
+interop = importlib.import_module("cupyattn.interop.torch")
+write_int8 = importlib.import_module("cupyattn.interop.torch.writing").write_int8
+fusing = importlib.import_module("cupyattn.interop.torch.fusing")
+Int8Linear, load_int8 = interop.Int8Linear, interop.load_int8
+replace_linear_with_int8 = interop.replace_linear_with_int8
+
+ROTATIONS = ["hadamard", "hadamard_contiguous"]
+SMALL = {"min_elements_for_int8": 100}
+
+
+def linear(channels: int = 512, out: int = 40, **options: Any) -> Any:
+    return torch.nn.Linear(channels, out, **options).requires_grad_(False)
+
+
+def rows(channels: int = 512) -> Any:
+    x = torch.randn(2, 5, channels)
+    x[..., 7] *= 30
+    return x
+
+
+def away(y: Any, exact: Any) -> float:
+    return float((y.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("rotate", ROTATIONS)
+@pytest.mark.parametrize("channels", [64, 384, 512])
+def test_a_layer_has_the_bits_of_the_one_in_numpy(rotate: str, channels: int) -> None:
+    own, x = linear(channels), rows(channels)
+    layer = Int8Linear.from_linear(own, strategy="channel", rotate=rotate, backend="mirror")
+    plain = ca.Int8Linear.from_weight(
+        own.weight.numpy(), own.bias.numpy(), strategy="channel", rotate=rotate, backend="mirror"
+    )
+    assert layer.rotate == rotate and f"rotate='{rotate}'" in repr(layer)
+    assert torch.equal(layer(x), torch.from_numpy(plain(x.numpy())))
+    assert away(layer(x), own(x)) < 0.015
+    beside = torch.randn(2, 5, 40)
+    assert torch.equal(
+        layer(x, residual=beside), torch.from_numpy(plain(x.numpy(), residual=beside.numpy()))
+    )
+
+
+@pytest.mark.parametrize("rotate", ROTATIONS)
+def test_its_weight_is_that_of_the_plain_layer(rotate: str) -> None:
+    """Libraries that read `weight`, and gradients, get it as it was before it was rotated."""
+    own, x = linear(), rows()
+    layer = Int8Linear.from_linear(own, strategy="channel", rotate=rotate, backend="mirror")
+    assert away(layer.weight, own.weight) < 0.012
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert away(x.grad[0, 0], layer.weight.sum(0)) < 1e-5
+    half = layer.half()
+    assert half.weight.dtype == torch.float16 and half.weight_rotation.dtype == torch.int32
+
+
+@pytest.mark.parametrize("rotate", [None, *ROTATIONS])
+def test_a_state_dict_loads_into_layers_of_its_rotation_only(rotate: str | None) -> None:
+    options = {"strategy": "channel", "backend": "mirror"}
+    layer = Int8Linear.from_linear(linear(), rotate=rotate, **options)
+    state = layer.state_dict()
+    assert ("weight_rotation" in state) == (rotate is not None)
+    for other in (None, *ROTATIONS):
+        into = Int8Linear.from_linear(linear(), rotate=other, **options)
+        before = into.weight_codes.clone()
+        if other == rotate:
+            into.load_state_dict(state)
+            assert torch.equal(into.weight_codes, layer.weight_codes)
+            continue
+        with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
+            into.load_state_dict(state)
+        assert torch.equal(into.weight_codes, before)
+
+
+@pytest.mark.parametrize("rotate", slow_unless(lambda _, rotate: rotate == "hadamard", ROTATIONS))
+def test_graphs_have_the_layer(rotate: str) -> None:
+    layers = [
+        Int8Linear.from_linear(linear(), strategy="channel", rotate=one, backend="mirror")
+        for one in (rotate, rotate, None)
+    ]
+    x = rows()
+
+    def function(x: Any) -> Any:
+        x = torch.relu(x)
+        return [layer(x) for layer in layers]
+
+    with torch.no_grad():
+        found, expected = torch.compile(function, fullgraph=True)(x), function(x)
+    assert all(map(torch.equal, found, expected))
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(layers[0]))
+    assert torch.equal(traced(x), layers[0](x))
+    read = torch.compile(lambda x: x @ layers[0].weight.T, fullgraph=True)
+    assert away(read(x), x @ layers[0].weight.T) < 1e-5
+    given = x, layers[0].weight_codes, layers[0].weight_scale, None, "", None, "mirror", "hadamard"
+    torch.library.opcheck(torch.ops.cupyattn.int8_linear.default, given)
+
+
+def model() -> Any:
+    block = torch.nn.Module()
+    block.to_q, block.to_k = linear(), linear(200)
+    return torch.nn.ModuleDict({"attn": block})
+
+
+def test_a_model_is_rotated_where_it_can_be_written_and_loaded(tmp_path: Path) -> None:
+    made = model()
+    config = ca.Int8Config(rotate="hadamard", **SMALL)
+    handle = replace_linear_with_int8(made, config=config, backend="mirror")
+    q, k = made["attn"].to_q, made["attn"].to_k
+    assert (q.strategy, q.rotate, k.strategy, k.rotate) == ("channel", "hadamard", "channel", None)
+    assert handle.replaced["attn.to_q"].endswith(", rotated")
+    assert not handle.replaced["attn.to_k"].endswith("rotated")
+    x = rows()
+    write_int8(made, tmp_path / "int8")
+    again = load_int8(model(), tmp_path / "int8", backend="mirror")
+    assert again["attn"].to_q.rotate == "hadamard" and torch.equal(again["attn"].to_q(x), q(x))
+    handle.restore()
+    assert type(made["attn"].to_q) is torch.nn.Linear
+    # Codes of this model go into it, and those of another do not.
+    with replace_linear_with_int8(made, tmp_path / "int8", backend="mirror"):
+        assert torch.equal(made["attn"].to_q(x), q(x))
+    with pytest.raises(ValueError, match="is of another weight"):
+        replace_linear_with_int8(model(), tmp_path / "int8", backend="mirror")
+    dequantize(tmp_path / "int8", tmp_path / "back")
+    back = torch.from_numpy(np.array(open_checkpoint(tmp_path / "back").read("attn.to_q.weight")))
+    assert away(back, q.weight) < 1e-6
+
+
+def test_a_model_may_stay_without_a_rotation() -> None:
+    made, x = model(), rows()
+    for rotate, expected in ((None, "block"), ("auto", "channel")):
+        config = ca.Int8Config(rotate=rotate, **SMALL)
+        given = {"attn.to_q": x}
+        with replace_linear_with_int8(made, config=config, activations=given, backend="mirror"):
+            assert made["attn"].to_q.strategy == expected
+
+
+def test_projections_of_one_rotation_are_fused() -> None:
+    options = {"strategy": "channel", "backend": "mirror"}
+    for second in ("hadamard", None):
+        layers = [
+            Int8Linear.from_linear(linear(bias=False), rotate=one, **options)
+            for one in ("hadamard", second)
+        ]
+        whole = linear(512, 80, bias=False)
+        whole.weight.data = torch.cat([fusing.as_linear(one).weight for one in layers])
+        made = fusing._fused(whole, "to_kv", layers)
+        assert made.rotate == "hadamard"
+        own = torch.cat([one.weight_codes for one in layers])
+        assert torch.equal(made.weight_codes, own) == (second == "hadamard")
