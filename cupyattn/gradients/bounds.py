@@ -503,6 +503,7 @@ def _score_errors(
         return d, 0.0
     t = unbiased / shared.softcap
     off = capped / shared.softcap
+    off = off + 2 * U * (t + off)  # the Hopper form divides the capped score
     return d, (2 * t + off) * off + U * (1 + (2 * t + off) * off)
 
 

@@ -17,12 +17,14 @@ from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
+from cupyattn.plans.scored import plan_transposed_mask
 from cupyattn.plans.structs import (
     ATTN_PARAMS,
     BACKWARD_PARAMS,
     BIAS_GRADIENT_PARAMS,
     COARSE_PARAMS,
     DELTA_PARAMS,
+    MASKED_KEYS_PARAMS,
     SUMMED_DELTA_PARAMS,
 )
 from cupyattn.problem.backward_form import (
@@ -154,7 +156,12 @@ def plan_backward(
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
     if kernel.on_hopper:
-        keys = queries = kernels.fed({
+        fed = kernels
+        if at.mask is not None:
+            packed = plan_transposed_mask(call, at.mask, keys_tiles)
+            launches, workspace = (*launches, *packed.passes), [*workspace, *packed.workspace]
+            fed = kernels.masked(*packed.structs)
+        keys = queries = fed.fed({
             "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
             "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
         })  # fmt: skip
@@ -230,6 +237,11 @@ class _Kernels:
         call, (_, grad) = self.structs
         structs = call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})
         return replace(self, structs=structs, option="CFG_D_LSE")
+
+    def masked(self, fields: Mapping[str, Any]) -> _Kernels:
+        """Return the Hopper kernel that reads a packed mask."""
+        call, (_, grad) = self.structs
+        return replace(self, structs=(call, (MASKED_KEYS_PARAMS, grad | dict(fields))))
 
     def with_sums(self, struct: np.dtype[Any], *buffers: str) -> _Kernels:
         """Return the kernels that read or write sums of coarse rows, in buffers of these names."""

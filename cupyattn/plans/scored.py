@@ -103,6 +103,39 @@ def plan_scores(
     return ScorePlan(passes, (structs[1], bias_map), workspace)
 
 
+def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> ScorePlan:
+    """Plan the pass that packs a mask for a kernel whose rows are keys.
+
+    Parameters
+    ----------
+    call : AttentionSpec
+    mask : Operand
+        The buffer ``"mask"``.
+    tiles : Tiles
+        Of the kernel: keys of a block, and query rows of a step.
+
+    Returns
+    -------
+    ScorePlan
+        Its `structs` are fields of ``struct KeysParams<true>``.
+    """
+    turned = replace(call, len_q=call.len_kv, len_kv=call.len_q)
+    (*front, rows, keys), (*steps, of_row, of_key) = mask.shape, mask.strides
+    own = replace(mask, shape=(*front, keys, rows), strides=(*steps, of_key, of_row))
+    tiles = Tiles(tiles.block_kv, tiles.block_q, tiles.block_kv // MASK_GROUP)
+    packed, workspace = _packed_mask(turned, own, None, "rows", tiles)
+    # One module for all types and sizes of heads, none of which it reads.
+    features = Features("float16", 64, mask=True, scored=True, mask_kind="rows")
+    params = {
+        "mask": "mask", "mask_stride": own.strides, "len_q": call.len_kv, "len_kv": call.len_q
+    }  # fmt: skip
+    defines = tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+    structs = ((ATTN_PARAMS, params), (SCORE_PARAMS, packed | {"tile_steps": None}))
+    packing, _ = _passes(features, tiles, defines, structs, workspace)
+    fields = {name: packed[name] for name in ("mask_bits", "mask_batch", "mask_head")}
+    return ScorePlan((packing,), ({**fields, "row_tiles": packed["key_tiles"]},), workspace[:2])
+
+
 def _narrowed(x: Operand) -> Operand:
     """Return a broadcast array as it is stored: one entry along each broadcast axis."""
     shape = tuple(1 if step == 0 else n for n, step in zip(x.shape, x.steps, strict=True))

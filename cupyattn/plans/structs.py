@@ -97,6 +97,11 @@ BIAS_GRADIENT_PARAMS = _struct([
     ("dBias", "u8"), ("batches", "i4"), ("heads", "i4"), ("rows", "i4"), ("keys", "i4"),
 ])  # fmt: skip
 
+#: ``struct KeysParams<true>`` of kernels_cu/prims/params.cuh.
+MASKED_KEYS_PARAMS = _struct([
+    ("mask_bits", "u8"), ("mask_batch", "i8"), ("mask_head", "i8"), ("row_tiles", "i4"),
+], BACKWARD_PARAMS)  # fmt: skip
+
 #: ``struct DeltaParams<true, false>`` of kernels_cu/prims/params.cuh.
 DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
 

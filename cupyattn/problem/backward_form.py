@@ -164,9 +164,12 @@ def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Su
     """
     if 0 in (call.len_kv, call.len_q):
         return Support(False, "there is nothing for the copy engine")
-    given = [name for name in ("softcap", "mask", "bias") if getattr(call, name)]
-    if given:
-        return Support(False, f"the Hopper form takes no {' and no '.join(given)}")
+    if call.bias:
+        return Support(False, "the Hopper form takes no bias")
+    if call.mask and call.head_dim > SUMMED:
+        return Support(False, f"the Hopper form takes no mask past head_dim {SUMMED}")
+    if call.mask and call.block_mask != (0, 0):
+        return Support(False, "the Hopper form takes no mask with a block mask")
     rows, keys = call.block_mask
     size = 128 if call.head_dim <= SUMMED else 64
     if rows % size or keys % size:

@@ -187,6 +187,17 @@ struct BiasGradientParams {
   int32_t keys;
 };
 
+// sm90/backward_keys.cu takes it. pack_mask.cu packs the transposed mask, with keys as rows.
+template <bool MASK>
+struct KeysParams : BackwardParams {};
+template <>
+struct KeysParams<true> : BackwardParams {
+  const uint32_t* mask_bits;  // [mask tiles, row_tiles, BLOCK_KV / 16, 2 * WARP_SIZE]
+  int64_t mask_batch;  // mask tiles from one batch entry, or head, to the next: 0 where the mask is
+  int64_t mask_head;   // the same; from one block of keys to the next 1
+  int32_t row_tiles;   // steps over query rows
+};
+
 // backward_delta.cu takes it.
 template <bool D_LSE, bool PART_SUMS>
 struct DeltaParams : BackwardParams {};

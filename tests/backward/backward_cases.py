@@ -99,6 +99,14 @@ def gradients_of_lse(rng: np.random.Generator, shape: tuple[int, ...]) -> np.nda
     return (4 * rng.standard_normal(shape)).astype(np.float32)
 
 
+def sparse(shape: tuple[int, ...]) -> np.ndarray:
+    """Return a mask of which a fifth is False, and all of its third row."""
+    mask = np.random.default_rng(6).random(shape) < 0.8
+    if shape[-2] > 2:
+        mask[..., 2, :] = False
+    return mask
+
+
 def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield problems that bring mistakes to light: tails, several tiles of keys and of rows,
     grouped heads, causal masks, windows, block masks, softcap, mask and bias, small and large."""
@@ -145,6 +153,9 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (64, 300, 140, {"d_lse": gradients_of_lse(np.random.default_rng(0), (1, 2, 300))}),
         (128, 130, 400, {"causal": True}),
         (40, 200, 256, {"block_mask": BlockMask(kept, 128, 128)}),
+        (64, 150, 140, {"mask": sparse((1, 2, 150, 140)), "causal": True}),
+        (128, 150, 270, {"softcap": 1.5, "mask": sparse((150, 270)), "window": (100, 100)}),
+        (96, 70, 140, {"mask": sparse((2, 1, 140))}),
     )
     yield from _with_their_options(some)
 
@@ -157,6 +168,7 @@ def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (256, 70, 140, {"d_lse": gradients_of_lse(np.random.default_rng(0), (1, 2, 70))}),
         (256, 150, 270, {"window": (150, 40)}),
         (200, 150, 270, {"block_mask": BlockMask(kept, 64, 64)}),
+        (256, 150, 140, {"softcap": 1.5, "causal": True}),
     )
     yield from _with_their_options(some)
 

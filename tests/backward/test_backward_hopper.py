@@ -30,12 +30,16 @@ from tests.backward.backward_cases import (
     revealing_wide_backward,
     run_backward,
     run_packed_backward,
+    sparse,
 )
+from tests.backward.coarse_cases import check, defined, large_products
 from tests.backward.test_backward_kernels import call_of, plan_of, run_into
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support.marks import slow_rows
 from tests.support.runs import bits, embedded, normal, packed
 
+#: Places of a bias or mask of `call_of(200, 300)`.
+BIAS = Operand.contiguous((1, 4, 200, 300), 4)
 #: What kernels of 512 registers for four threads may not do: wait for each product by itself.
 SERIALISED = "wgmma.mma_async instructions are serialized"
 
@@ -46,6 +50,8 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
     k = Operand.contiguous((call.batch, call.heads_kv, call.len_kv, call.head_dim), 2)
     named = {"q": q, "k": k, "v": k, "o": q, "d_out": q, "dq": q, "dk": k, "dv": k}
     kept = None if call.block_mask == (0, 0) else Operand.contiguous((1, 1, 5, 6), 4)
+    if call.mask:
+        named["mask"] = Operand.contiguous(call.score_shape, 1)
     operands = BackwardOperands(**{**named, **changed}, kept_blocks=kept, kept_rows=kept)
     settled = settle_backward(call, vars(operands), deterministic=deterministic, arch="sm_90a")
     return plan_backward(settled, operands)
@@ -59,6 +65,7 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
     [
         (128, "bfloat16", {"causal": True}),
         (256, "float16", {}),
+        (128, "float16", {"mask": True, "causal": True}),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in (
@@ -69,6 +76,15 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
                 (64, "bfloat16", {"block_mask": (128, 128), "causal": True}),
                 (160, "bfloat16", {"causal": True, "packed": Packed(900, 900, True)}),
                 (256, "float16", {"block_mask": (64, 64)}),
+                (64, "float16", {"softcap": 2.0, "causal": True}),
+                (128, "bfloat16", {"softcap": 2.0, "packed": Packed(900, 900, True)}),
+                (256, "float16", {"softcap": 2.0, "window": True, "causal": True}),
+                (64, "bfloat16", {"mask": True}),
+                (64, "float16", {"mask": True, "window": True}),
+                (128, "float16", {"mask": True, "packed": Packed(900, 900, True)}),
+                (128, "float16", {"mask": True, "softcap": 2.0, "packed": Packed(900, 900, True)}),
+                (128, "bfloat16", {"softcap": 2.0, "block_mask": (128, 128)}),
+                (96, "float16", {"mask": True, "softcap": 2.0, "causal": True}),
             )
         ),
     ],
@@ -95,7 +111,12 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
     ("options", "changed", "reason"),
     [
         ({"head_dim": 136, "block_mask": (64, 96)}, {}, "multiples of 64 x 64, got 64 x 96"),
-        ({"softcap": 2.0}, {}, "takes no softcap"),
+        ({"bias": "float32"}, {"bias": BIAS}, "takes no bias"),
+        ({"head_dim": 136, "mask": True}, {"mask": BIAS}, "takes no mask past head_dim 128"),
+        (
+            {"mask": True, "block_mask": (128, 128)}, {"mask": BIAS},
+            "takes no mask with a block mask",
+        ),
         ({"block_mask": (64, 128)}, {}, "multiples of 128 x 128, got 64 x 128"),
         ({"head_dim": 36}, {}, "multiples of 16 bytes, got q at 16 n + 0"),
         ({}, {"dq": Operand((1, 4, 200, 64), (51200, 12800, 64, 1), 2, 2)}, "got dq at 16 n + 2"),
@@ -166,8 +187,8 @@ def test_gradients_of_fewer_rows_are_within_their_bound() -> None:
 @pytest.mark.parametrize(
     ("number", "form"),
     [
-        *((number, form) for number in range(5) for form in HOPPER_FORMS),
-        *((number, "sm90_deterministic") for number in range(5, 9)),
+        *((number, form) for number in range(8) for form in HOPPER_FORMS),
+        *((number, "sm90_deterministic") for number in range(8, 13)),
     ],
 )
 def test_gradients_are_within_their_bound(number: int, form: str) -> None:
@@ -175,6 +196,43 @@ def test_gradients_are_within_their_bound(number: int, form: str) -> None:
     inputs, options = [*revealing_hopper_backward(), *revealing_wide_backward()][number]
     amid_nan: Any = (*map(embedded, inputs[:5]), inputs[5])
     run_backward(amid_nan, **interpreted_as(form), **options).check()
+
+
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+def test_a_mask_and_a_softcap(form: str) -> None:
+    """Each by itself and both; one mask for all heads and keys of an entry, one for each row."""
+    q, k, v = normal((1, 1, 40, 16), (1, 1, 70, 16))
+    for options in (
+        {"mask": sparse((1, 1, 40, 70)), "softcap": 1.5},
+        {"mask": sparse((40, 1))},
+        {"softcap": 0.5, "causal": True},
+    ):
+        inputs = received(q, k, v, **options)
+        run_backward(inputs, **interpreted_as(form), **options).check()
+        plan = explain_backward(*inputs, arch="sm_90a", **options)
+        assert plan.startswith("sm90") and ("pack_mask<<<" in plan) == ("mask" in options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_sequences_take_the_corners_of_masks(head_dim: int) -> None:
+    mask = sparse((len(PACKED), 4, 150, 140))
+    options = {"mask": mask, "softcap": 2.0, **interpreted_as("sm90_deterministic")}
+    for one in run_packed_backward(PACKED, head_dim=head_dim, **options):
+        one.check()
+
+
+@pytest.mark.slow
+def test_large_products_with_a_mask() -> None:
+    """Coarse rows are normalised over the keys that the mask leaves."""
+    inputs = large_products(64)
+    mask = sparse((1, 1, 70, 150))
+    d_out, q, k, v, *_ = inputs
+    masked = received(q, k, v, scale=1 / 8, mask=mask)
+    for form in HOPPER_FORMS:
+        run = run_backward((d_out, *masked[1:]), scale=1 / 8, mask=mask, **interpreted_as(form))
+        bias = np.where(mask, 0.0, -np.inf).astype(np.float32)
+        check(run.gradients, defined((d_out, *masked[1:]), bias, scale=1 / 8), columns=1)
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@
 //              every run. The first block stores its part, so dQ needs no zeros; the last block
 //              stores rows. One warp waits for the turn, another passes it on. A block waits only
 //              for blocks that have already begun. Hence no deadlock.
+// Scores       Softcap changes S as its product ends, while that of dP goes on. A mask is bits in
+//              the layout of the accumulators, which come with Q.
 // Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
 //              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -32,6 +34,9 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
+// P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then, and those
+// of more columns otherwise.
+constexpr bool CHANGED_SCORES = SOFTCAP || (MASK && BLOCK_Q == 64);
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -62,7 +67,15 @@ struct SharedStorage {
   TurnAt turn_at[2];  // ORDERED: the step of the turn; in registers NVRTC 13.5 spilled
   int index;          // ORDERED: place of this block in the order of beginning
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+constexpr int STEP_WORDS = BLOCK_KV / 16 * 2 * WARP_SIZE;  // of a mask
+constexpr int MASK_BYTES = MASK ? STEP_WORDS * sizeof(uint32_t) : 0;
+template <bool MASK>
+struct MaskedStorage : SharedStorage {};
+template <>
+struct MaskedStorage<true> : SharedStorage {
+  alignas(16) uint32_t bits[NUM_STAGES][STEP_WORDS];
+};
+extern "C" __device__ int smem_bytes = sizeof(MaskedStorage<MASK>) + 1024;  // to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
@@ -87,16 +100,99 @@ __device__ __forceinline__ void start_across(
   wgmma_commit_group();
 }
 
+// The bits of a step of a mask, from memory to where Q of the step is coming.
+template <typename Storage, typename Params>
+__device__ __forceinline__ void copy_bits(
+    Storage& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head,
+    int kv0, int q0) {
+  if constexpr (MASK) {
+    const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
+    const int64_t step = tile * grad.row_tiles + q0 / BLOCK_Q;
+    cp_async_bulk(smem.bits[stage], grad.mask_bits + step * STEP_WORDS, MASK_BYTES, full);
+  }
+}
+
+// The bits of this lane, BLOCK_Q / 4 of `key` and then of key + 8: bit 2 n + i is that of query row
+// q0 + 8 n + 2 (lane % 4) + i.
+struct MaskBits {
+  uint32_t words[BLOCK_Q / 64];
+};
+template <typename Storage>
+__device__ __forceinline__ MaskBits load_bits(const Storage& smem, int stage) {
+  if constexpr (MASK) {
+    using Pair = Vec<uint32_t, 2>;  // of key and key + 8
+    const Pair x = reinterpret_cast<const Pair*>(smem.bits[stage])[threadIdx.x - WARPGROUP];
+    if constexpr (BLOCK_Q == 64) return {{x.v[0] | x.v[1] << 16}};
+    MaskBits bits;
+    for (int h = 0; h < BLOCK_Q / 64; ++h) bits.words[h] = x.v[h];
+    return bits;
+  }
+  return {};
+}
+__device__ __forceinline__ bool is_admitted(const MaskBits& bits, int i) {
+  const int bit = i / 2 % 2 * (BLOCK_Q / 4) + i / 4 * 2 + i % 2;
+  return !MASK || (bits.words[bit / 32] >> bit % 32 & 1) != 0;
+}
+
+// S4 the scores of products S with softcap and mask; of rows and keys as below. They stay in S_acc
+// until dP is there.
+__device__ __forceinline__ void change(
+    const Scores& scores, float (&S_acc)[BLOCK_Q / 2], const MaskBits& bits, int q0, int key,
+    bool placed) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int i = 0; i < BLOCK_Q / 2; ++i) {
+    const int row = q0 + i / 4 * 8 + t * 2 + i % 2;
+    const bool admits = is_admitted(bits, i) &&
+                        (placed || admitted(scores.p, row, key + i / 2 % 2 * 8));
+    S_acc[i] = changed_score(scores.p, S_acc[i], admits);
+  }
+}
+
+// P and dS in 16 bits, as `slopes` leaves them, of scores that `change` left.
+template <bool ANY_COARSE>
+__device__ __forceinline__ void changed_slopes(
+    const AttnParams& p, const float (&S_acc)[BLOCK_Q / 2], const float (&dP_acc)[BLOCK_Q / 2],
+    const float (&row_M)[BLOCK_Q], const float (&delta_of)[BLOCK_Q], const float* factors,
+    uint32_t (&P_frag)[BLOCK_Q / 16][4], uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n) {
+    using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
+    const Pair M = *reinterpret_cast<const Pair*>(&row_M[n * 8 + t * 2]);
+    const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
+    Pair factor = {};
+    if constexpr (ANY_COARSE) factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + t * 2]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {  // key, then key + 8
+      Weight of[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = 4 * n + 2 * h + i;
+        of[i] = weight_of_changed<ANY_COARSE>(
+            p, S_acc[at], dP_acc[at], M.v[i], delta.v[i], factor.v[i]);
+      }
+      P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(of[0].P, of[1].P);     // R9
+      dS_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(of[0].dS, of[1].dS);  // R11
+    }
+  }
+}
+
 // S4 P of the scores, as it stands in S_acc: rows are keys, from `key` on, columns the query rows
 // from q0 on.
 __device__ __forceinline__ void weights(
     const Scores& scores, float (&S_acc)[BLOCK_Q / 2], const float (&row_M)[BLOCK_Q], int q0,
-    int key, bool products) {
+    int key, bool placed, const MaskBits& bits) {
   const int t = lane_id() % 4;
-  if (!products)
+  if constexpr (MASK)
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 2; ++i)
-      if (!scores.admit(q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8)) S_acc[i] = NEG_INF;
+      if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
+  if (!placed)
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / 2; ++i)
+      if (!admitted(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
+        S_acc[i] = NEG_INF;
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
@@ -196,11 +292,11 @@ __device__ __forceinline__ bool is_last_turn(
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
+    const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem =
-      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
+      *reinterpret_cast<MaskedStorage<MASK>*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {
@@ -282,7 +378,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
       mbarrier_arrive_expect_tx(
-          full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]));
+          full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]) + MASK_BYTES);
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
@@ -293,6 +389,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       cp_async_bulk(smem.delta[at.stage], grad.delta + padded, sizeof(smem.delta[0]), full);
       cp_async_bulk(
           smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
+      copy_bits(smem, grad, at.stage, full, batch, steps.head, kv0, steps.q0());
     }
     return;
   }
@@ -372,15 +469,31 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     // S4 P and dS, as their products end
     uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
     const Scores scores(p, batch, steps.head);
-    const bool products = scores.are_products(q0, BLOCK_Q, kv0 + key0, 16);
+    const bool placed = scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16);
+    const MaskBits bits = load_bits(smem, at.stage);
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
-    weights(scores, S_acc, smem.row_M[at.stage], q0, key, products);
-    if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
-      normalise(S_acc, grad.row_factor + padded_row(call, grad, batch, steps.head) + q0);
+    if constexpr (CHANGED_SCORES) {
+      change(scores, S_acc, bits, q0, key, placed);
+    } else {
+      weights(scores, S_acc, smem.row_M[at.stage], q0, key, placed, bits);
+      if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
+        normalise(S_acc, grad.row_factor + padded_row(call, grad, batch, steps.head) + q0);
+    }
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
-    slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
+    if constexpr (CHANGED_SCORES) {
+      const float(&M)[BLOCK_Q] = smem.row_M[at.stage];
+      const float(&delta)[BLOCK_Q] = smem.delta[at.stage];
+      if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
+        changed_slopes<true>(
+            p, S_acc, dP_acc, M, delta,
+            grad.row_factor + padded_row(call, grad, batch, steps.head) + q0, P_frag, dS_frag);
+      else
+        changed_slopes<false>(p, S_acc, dP_acc, M, delta, nullptr, P_frag, dS_frag);
+    } else {
+      slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
+    }
     mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
     store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
     __syncwarp();  // the warp's rows are complete

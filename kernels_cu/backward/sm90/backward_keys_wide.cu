@@ -70,10 +70,10 @@ __device__ __forceinline__ void start_half(
 template <bool ANY_COARSE>
 __device__ __forceinline__ void weights_and_slopes(
     const Scores& scores, float (&S_acc)[HALF_ROWS / 2], const float (&dP_acc)[HALF_ROWS / 2],
-    const float* row_M, const float* delta_of, const float* factors, int q0, int key, bool products,
+    const float* row_M, const float* delta_of, const float* factors, int q0, int key, bool placed,
     uint32_t (&P_frag)[HALF_ROWS / 16][4], uint32_t (&dS_frag)[HALF_ROWS / 16][4]) {
   const int t = lane_id() % 4;
-  if (!products)
+  if (!placed)
 #pragma unroll
     for (int i = 0; i < HALF_ROWS / 2; ++i)
       if (!scores.admit(q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8)) S_acc[i] = NEG_INF;
@@ -90,6 +90,13 @@ __device__ __forceinline__ void weights_and_slopes(
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = 4 * n + 2 * h + i;
+        if constexpr (SOFTCAP) {
+          const float S = changed_score(scores.p, S_acc[at], S_acc[at] != NEG_INF);
+          const Weight of = weight_of_changed<ANY_COARSE>(
+              scores.p, S, dP_acc[at], M.v[i], delta.v[i], ANY_COARSE ? factor.v[i] : 1.0f);
+          P[i] = of.P, dS[i] = of.dS;
+          continue;
+        }
         P[i] = probability(S_acc[at], scores.p.scale_log2, M.v[i]);      // R9
         if constexpr (ANY_COARSE) P[i] = normalised(P[i], factor.v[i]);  // R9
         dS[i] = P[i] * (dP_acc[at] - delta.v[i]);                        // R11
@@ -222,7 +229,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
   // S4 P and dS, for both warpgroups
   const auto exchange = [&] {
     const Scores scores(p, batch, head);
-    const bool products = scores.are_products(q0, HALF_ROWS, kv0 + key0, 16);
+    const bool placed = scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
     // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes. Otherwise the flags
@@ -231,11 +238,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const int flag_row = BLOCK_MASK ? 0 : row0;
     if (any_coarse<FLAG_ROWS>(&smem.coarse[at.stage][flag_row / COARSE_ROWS]))
       weights_and_slopes<true>(
-          scores, S_acc, dP_acc, row_M, delta, &smem.row_factor[at.stage][row0], q0, key, products,
+          scores, S_acc, dP_acc, row_M, delta, &smem.row_factor[at.stage][row0], q0, key, placed,
           P_frag, dS_frag);
     else
       weights_and_slopes<false>(
-          scores, S_acc, dP_acc, row_M, delta, nullptr, q0, key, products, P_frag, dS_frag);
+          scores, S_acc, dP_acc, row_M, delta, nullptr, q0, key, placed, P_frag, dS_frag);
     mbarrier_wait_parity(smem.P_empty, P_at.parity ^ 1);  // P and dS of the step before were read
 #pragma unroll
     for (int k = 0; k < HALF_ROWS / 16; ++k) {

@@ -145,17 +145,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     start_rows<BLOCK_Q, BLOCK_KV>(dP_acc, dO_rows, V_rows);  // R10
 
     // S4 P and dS, as their products end
-    const bool products = scores.are_products(warp_row, 16, kv0, BLOCK_KV);
+    const bool placed = scores.are_placed(warp_row, 16, kv0, BLOCK_KV);
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
-    if (!products)
+    if (!placed)
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; ++i)
         if (!scores.admit(row + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
+    if constexpr (SOFTCAP)
 #pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i)
+      for (int i = 0; i < BLOCK_KV / 2; ++i)
+        S_acc[i] = changed_score(p, S_acc[i], S_acc[i] != NEG_INF);
+#pragma unroll
+    for (int i = 0; !SOFTCAP && i < BLOCK_KV / 2; ++i)
       S_acc[i] = probability(S_acc[i], p.scale_log2, M[i / 2 % 2]);  // R9
-    if (coarse)
+    if (!SOFTCAP && coarse)
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; ++i)
         S_acc[i] = normalised(S_acc[i], grad.row_factor[padded + i / 2 % 2 * 8]);  // R9
@@ -165,6 +169,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     for (int i = 0; i < BLOCK_KV / 4; ++i) {                 // two neighbouring keys of a row
       const float *P = S_acc + 2 * i, *dP = dP_acc + 2 * i;  // [2]
       const float mean = delta[i % 2];
+      if constexpr (SOFTCAP) {
+        float dS[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float factor = coarse ? grad.row_factor[padded + i % 2 * 8] : 1.0f;
+          const Weight of =
+              coarse ? weight_of_changed<true>(p, P[j], dP[j], M[i % 2], mean, factor)
+                     : weight_of_changed<false>(p, P[j], dP[j], M[i % 2], mean, factor);
+          dS[j] = of.dS;
+        }
+        dS_frag[i / 4][i % 4] = pack_rn<elem_t>(dS[0], dS[1]);  // R11
+        continue;
+      }
       dS_frag[i / 4][i % 4] = pack_rn<elem_t>(P[0] * (dP[0] - mean), P[1] * (dP[1] - mean));  // R11
     }
 

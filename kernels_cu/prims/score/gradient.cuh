@@ -59,6 +59,29 @@ __device__ __forceinline__ float normalised(float exponential, float factor) {
   return capped(exponential) * factor;  // R9
 }
 
+// The score of a product q.k, with a softcap in natural units. Past a mask -inf.
+__device__ __forceinline__ float changed_score(const AttnParams& p, float S, bool admitted) {
+  if constexpr (SOFTCAP)
+    return admitted ? p.softcap * tanhf(S * p.scale * p.softcap_inverse) : NEG_INF;  // R9
+  return admitted ? S : NEG_INF;
+}
+
+struct Weight {
+  float P, dS;
+};
+// P and dS of a changed score. The slope of a softcap comes from the score itself, so that no
+// register holds both; it is 0 past a mask. `factor` is that of the row, 1 unless coarse.
+template <bool ANY_COARSE>
+__device__ __forceinline__ Weight weight_of_changed(
+    const AttnParams& p, float S, float dP, float M, float delta, float factor) {
+  float P = probability(S, p.scale_log2, M);  // R9
+  if constexpr (ANY_COARSE) P = normalised(P, factor);
+  const float dS = P * (dP - delta);  // R11
+  if constexpr (!SOFTCAP) return {P, dS};
+  const float t = fmaxf(S * p.softcap_inverse, -1.0f);
+  return {P, dS * fmaf(-t, t, 1.0f)};  // R11
+}
+
 // Whether any of ROWS rows is coarse, by their flags in global or shared memory.
 template <int ROWS>
 __device__ __forceinline__ bool any_coarse(const int32_t* flags) {

@@ -278,6 +278,11 @@ struct Scores {
   // unchanged.
   __device__ __forceinline__ bool are_products(int q0, int rows, int kv0, int keys) const {
     if constexpr (NATURAL_SCORES || MASK) return false;
+    return are_placed(q0, rows, kv0, keys);
+  }
+
+  // May these rows attend to all of these keys by their place?
+  __device__ __forceinline__ bool are_placed(int q0, int rows, int kv0, int keys) const {
     if constexpr (WINDOW)
       if (kv0 < kv_unmasked_begin(p, q0, rows)) return false;
     return kv0 + keys <= kv_unmasked_end(p, q0);
