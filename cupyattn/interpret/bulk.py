@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cupyattn.interpret.access import address_reader, copy_async
 from cupyattn.interpret.memory import WINDOWS, GlobalMemory
-from cupyattn.interpret.ordering import Ints
+from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand
 from cupyattn.interpret.semantics import Execute, instruction, reader
 from cupyattn.interpret.warpgroup import swizzled_address
@@ -359,8 +359,13 @@ def _take(inst: Instruction) -> Execute:
         engine = machine.engine
         maps, sources = tensor(machine), source(machine)
         corners = [read(machine) for read in coordinates]
+        issued: set[tuple[int, ...]] = set()
         for lane in lanes.index.tolist():
             corner = [int(x[lane]) for x in reversed(corners)]
-            engine.take(engine.tensor(int(maps[lane]), lane), corner, int(sources[lane]), lane)
+            # Lanes of a warp that name the same copy write the same bytes: it is made once.
+            one = (lane // WARP, int(maps[lane]), int(sources[lane]), *corner)
+            if one not in issued:
+                issued.add(one)
+                engine.take(engine.tensor(one[1], lane), corner, one[2], lane)
 
     return execute
