@@ -259,10 +259,13 @@ def atomic(inst: Instruction) -> Execute | None:
         index = lanes.index
         address = addresses(machine)[index]
         values = [[machine.each(r(machine))[index] for r in read] for read in reads]
-        if acquires:
-            machine.clocks.between.acquire(machine.clocks, index, address)
-        if releases:
-            machine.clocks.between.release(machine.clocks, index, address)
+        between = machine.clocks.between
+        for at in range(len(index)) if acquires or releases else ():  # each after those before it
+            one = slice(at, at + 1)
+            if acquires:
+                between.acquire(machine.clocks, index[one], address[one])
+            if releases:
+                between.release(machine.clocks, index[one], address[one])
         old = np.empty((count, len(index)), dtype)
         for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize * count):
             rows = np.arange(len(index)) if some is None else some
