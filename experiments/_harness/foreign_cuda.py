@@ -29,8 +29,10 @@ _DEVICE = re.compile(
     r"[^{]*__(?:device|global)__|(?:typedef|using|enum|namespace|struct|const int)\b|"
     r"template\s*<[^>]*>\s*struct\b"
 )
-#: Headers of the C library that the samples' own headers include, and do not need here.
-_EMPTY = ("assert.h", "stdio.h", "stdlib.h", "string.h")
+#: Stand-ins for headers of the host: of what the samples include and do not need, nothing.
+_STANDING_IN = dict.fromkeys(("assert.h", "stdio.h", "stdlib.h", "string.h"), "") | {
+    "utility": "#include <cuda/std/utility>\nnamespace std { using namespace cuda::std; }\n"
+}
 _FOLDER = tempfile.TemporaryDirectory()
 
 
@@ -45,8 +47,8 @@ def headers() -> list[str]:
     places = [Path(x) for x in (spec.submodule_search_locations or [])] if spec else []
     found = [place / "cu13" / "include" / "cccl" for place in places]
     library = [path for one in found for path in (one, one.parent) if path.exists()]
-    for name in _EMPTY:
-        Path(_FOLDER.name, name).touch()
+    for name, text in _STANDING_IN.items():
+        Path(_FOLDER.name, name).write_text(text)
     if folder is None or not library:
         raise Missing("the headers of CUDA: install nvidia-cuda-runtime and nvidia-cuda-cccl")
     return [f"-I{path}" for path in (folder, *library, _FOLDER.name)]
@@ -54,11 +56,16 @@ def headers() -> list[str]:
 
 def compiled(source: str, name: str, arch: str, *options: str) -> str:
     """Return the PTX of CUDA C++."""
-    known = ["-std=c++17", f"-arch={arch}", "-default-device", *headers(), *options]
+    known = ["-std=c++20", f"-arch={arch}", "-default-device", *headers(), *options]
     try:
         return nvrtc.load().compile(source, name, known).ptx
     except nvrtc.NvrtcError as error:
-        raise RuntimeError(f"{name}: {error.log[:2000]}") from None
+        raise RuntimeError(f"{name}: {error}: {_errors(error.log)}") from None
+
+
+def _errors(log: str) -> str:
+    found = [line for line in log.splitlines() if "error" in line and "warning" not in line]
+    return " ".join(found[:3]) or log[-300:]
 
 
 def device_code(text: str) -> str:
