@@ -229,7 +229,7 @@ class Machine:
         """Return the next place and its lanes, drawn by the schedule if there is one."""
         dice = _dice.get()
         if dice is None:
-            place = self._turns.next(self._groups)
+            place = self._turns.choose(self._groups)
             return place, self._groups.pop(place)
         if not self._ranks or dice.random() < 1 / NEW_RANKS:
             self._ranks = dice.sample(range(self.threads // WARP), self.threads // WARP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 #: Segments between two looks at the lanes that wait longest.
 LOOK = 256
@@ -24,16 +23,21 @@ class Turns:
         self._looks = 0
         self._shared = 0  # segments for which all take turns
 
-    def next(self, groups: Mapping[int, Any]) -> int:
+    def choose(self, groups: Mapping[int, object]) -> int:
         """Return the place of the next lanes, from those that can run, longest waiting first."""
         if self._shared:
             self._shared -= 1
-            return next(iter(groups))
+            return _longest_waiting(groups)
         self._picked += 1
         if self._picked % LOOK == 0:
-            oldest = next(iter(groups))
+            oldest = _longest_waiting(groups)
             self._looks = self._looks + 1 if oldest == self._oldest else 0
             self._oldest = oldest
             if self._looks == PATIENCE:
                 self._looks, self._shared = 0, LOOK
         return min(groups)
+
+
+def _longest_waiting(groups: Mapping[int, object]) -> int:
+    first: int = next(iter(groups))
+    return first

@@ -145,7 +145,8 @@ def code_of(ptx: str) -> str:
     >>> code_of('.file 1 "/a/b.py"\\n// made today\\n ret; // end\\n.loc 1 2 3')
     'ret;'
     """
-    lines = (line.partition("//")[0].strip() for line in ptx.partition("\t.section")[0].splitlines())
+    code = ptx.partition("\t.section")[0]
+    lines = (line.partition("//")[0].strip() for line in code.splitlines())
     return "\n".join(line for line in lines if line and not re.match(r"\.(file|loc)\b", line))
 
 

@@ -15,10 +15,10 @@ Array = npt.NDArray[Any]
 
 
 def judged(
-    o: Array, q: Array, k: Array, v: Array, numerics: Any, *, lse: Array | None = None, **options: Any
+    o: Array, q: Array, k: Array, v: Array, numerics: Any, *, lse: Array | None = None
 ) -> float:
     """Return the largest error of O and lse as a share of its bound; all (batch, heads, ...)."""
-    report = judge(o, q, k, v, lse=lse, numerics=numerics, **options)
+    report = judge(o, q, k, v, lse=lse, numerics=numerics)
     return max(float(report.ratio), float(report.lse_ratio or 0.0))
 
 

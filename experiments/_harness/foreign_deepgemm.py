@@ -38,7 +38,8 @@ def _ptx(run: Launcher, header: str, function: str, arguments: str) -> str:
         raise Missing("the headers of CUTLASS: install nvidia-cutlass")
     cutlass = Path(spec.origin).parent / "source" / "include"
     source = (
-        f"#include <cuda_device_runtime_api.h>\n#include <deep_gemm/impls/{header}>\nusing namespace deep_gemm;\n"
+        f"#include <cuda_device_runtime_api.h>\n#include <deep_gemm/impls/{header}>\n"
+        "using namespace deep_gemm;\n"
         f"static void instance() {{ auto p = (void*)&{function}<{arguments}>; }}\n"
     )
     options = [f"-I{include}", f"-I{cutlass}", "--device-int128"]

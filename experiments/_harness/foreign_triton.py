@@ -20,7 +20,10 @@ TYPES = {
     "float16": "fp16", "float32": "fp32", "bfloat16": "bf16", "int8": "i8", "uint8": "u8",
     "int32": "i32", "int64": "i64",
 }  # fmt: skip
-HEADER = "import triton\nimport triton.language as tl\nfrom triton.language.extra import libdevice\n"
+HEADER = """import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+"""
 #: Functions of a folder that lives as long as the process: Triton reads a kernel's source again.
 _FOLDER = tempfile.TemporaryDirectory()
 _FILES: dict[Path, Any] = {}
