@@ -138,9 +138,10 @@ def _finish(run: Launcher, sums: Array, dq: Array, tiles: int) -> None:
     run(_compiled()["bwd_postprocess"], "", (tiles, HEADS, 1), 256, args, SHARED - 4096)
 
 
-def backward_preprocess(run: Launcher, rng: np.random.Generator) -> float:
-    """The sums of dO times O, lse in base 2, and zeros; one tile: two race, as told."""
-    length, rounded = 100, BACKWARD[0]
+def backward_preprocess(run: Launcher, rng: np.random.Generator, length: int = 100) -> float:
+    """The sums of dO times O, lse in base 2, and zeros."""
+    tiles = -(-length // BACKWARD[0])
+    rounded = tiles * BACKWARD[0]
     o, do = (normal(rng, 1, HEADS, length, CHANNELS) for _ in range(2))
     lse = normal(rng, 1, HEADS, length, dtype=np.float32)
     delta, lse2 = (unset(1, HEADS, rounded, dtype=np.float32) for _ in range(2))
@@ -149,9 +150,9 @@ def backward_preprocess(run: Launcher, rng: np.random.Generator) -> float:
     args = {
         "o": _tensor(o, order), "do": _tensor(do, order), "delta": _sums(delta),
         "lse": _sums(lse), "lse2": _sums(lse2), "sums of dq": _sums(sums),
-        "scale": np.float32(1), **_scheduler(1),
+        "scale": np.float32(1), **_scheduler(tiles),
     }  # fmt: skip
-    run(_compiled()["bwd_preprocess"], "", (1, HEADS, 1), 256, args, SHARED - 4096)
+    run(_compiled()["bwd_preprocess"], "", (tiles, HEADS, 1), 256, args, SHARED - 4096)
     o, do = o.astype(np.float64), do.astype(np.float64)
     bound = 2 * CHANNELS * 2.0**-24 * (np.abs(o) * np.abs(do)).sum(-1)
     in_base_2 = lse.astype(np.float64) * LOG2_E
@@ -162,8 +163,14 @@ def backward_preprocess(run: Launcher, rng: np.random.Generator) -> float:
     )
 
 
+def backward_preprocess_two_tiles(run: Launcher, rng: np.random.Generator) -> float:
+    """Its 256 threads write lse for 256 rows of a tile of 128, so two blocks write the same rows."""
+    return backward_preprocess(run, rng, length=200)
+
+
 CASES = (
     Case("forward, sm_90", PACKAGE, forward),
-    Case("backward, sums before it, sm_90", PACKAGE, backward_preprocess),
+    Case("backward, sums before it, one tile, sm_90", PACKAGE, backward_preprocess),
+    Case("backward, sums before it, two tiles, sm_90", PACKAGE, backward_preprocess_two_tiles),
     Case("backward and the rounding of dQ, sm_90", PACKAGE, backward),
 )

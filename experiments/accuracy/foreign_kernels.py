@@ -48,6 +48,14 @@ REPOSITORIES = {
 }
 #: Packages that compile, for the record.
 COMPILERS = ("triton", "nvidia-cutlass-dsl", "nvidia-cuda-nvrtc")
+#: Why, looked at by hand: a part of what the interpreter said, and a sentence.
+BECAUSE = {
+    "lse2 is written by two lanes": "256 threads write the rows of a tile of 128, so two blocks "
+                                    "write the same values to the same rows",
+    "still reads its shared memory": "the last copies are not waited for before the block ends",
+    "no fence.mbarrier_init": "Triton lets the copy engine signal a new mbarrier without a fence",
+    "g_odata is read": "the operation that counts finished blocks is relaxed, and no fence follows",
+}  # fmt: skip
 #: Outcomes.
 WITHIN, OUTSIDE, FOUND, UNKNOWN = "within its bound", "outside", "finding", "not modelled"
 
@@ -123,7 +131,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
         version = row["version"][:7] if revision else row["version"]
         became = f"{row['share']:.3f}" if "share" in row else row["became"]
         for text in [*row["findings"], *([row["why"]] if "why" in row else [])]:
-            notes.append(f"{row['kernel']}, {repository}: {text}")
+            why = [sentence for part, sentence in BECAUSE.items() if part in text]
+            notes.append(": ".join([f"{row['kernel']}, {repository}", text, *why]))
             became += f" ({len(notes)})"
         rows.append([
             row["kernel"], f"{repository} {version}", f"`{row['ptx_sha256'][:12]}`",
