@@ -138,7 +138,7 @@ class Launcher:
 
 
 def code_of(ptx: str) -> str:
-    """Return PTX without comments and without what names files and lines.
+    """Return PTX without comments and without what names files, lines and processes.
 
     Examples
     --------
@@ -146,6 +146,7 @@ def code_of(ptx: str) -> str:
     'ret;'
     """
     code = ptx.partition("\t.section")[0]
+    code = re.sub(r"_ZN\d+(_INTERNAL_\w+?_cu)_[0-9a-f]{8}_\d+", r"\1", code)  # by NVRTC
     lines = (line.partition("//")[0].strip() for line in code.splitlines())
     return "\n".join(line for line in lines if line and not re.match(r"\.(file|loc)\b", line))
 

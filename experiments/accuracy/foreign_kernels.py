@@ -6,11 +6,10 @@ Holds fixed  small calls, versions and revisions.
 Measures     instructions, CPU seconds, and the largest error as a share of a bound that is derived
              from the roundings of the kernel; the judge's bound for attention. A finding that a
              change of the PTX mends is kept, and the rest of the kernel runs.
-Run          python -m experiments.accuracy.foreign_kernels --triton DIR --cuda-samples DIR \
-             --deepgemm DIR --update-docs
+Run          python -m experiments.accuracy.foreign_kernels --folder DIR --update-docs
 
-No device needed. foreign_kernels.txt beside this file has the packages, `REPOSITORIES` has the
-checkouts. Nothing of theirs is kept here.
+No device needed. foreign_kernels.txt beside this file has the packages. The folder has checkouts
+that are named as in `REPOSITORIES`. What is missing is left out; nothing of theirs is kept here.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BEGIN, END = "<!-- foreign kernels: begin -->", "<!-- foreign kernels: end -->"
 #: Modules of the harness, in the order of the table.
 FAMILIES = ("cute", "deepgemm", "tutorials", "wheels", "cuda")
 #: Checkouts: the repository on GitHub and the revision that the record is of. The first
-#: is a fork of triton-lang/triton with the same kernels in its tutorials.
+#: is a fork of triton-lang/triton, with its tutorials.
 REPOSITORIES = {
     "triton": ("triton-lang/Triton-to-tile-IR", "50ec1da08373"),
     "cuda-samples": ("NVIDIA/cuda-samples", "c94ff366aed1"),
@@ -96,8 +95,8 @@ def outcome(case: Case, sources: Sources, seed: int, keep: Path | None = None) -
 
 def experiment(args: argparse.Namespace) -> dict[str, Any]:
     """Run all kernels that are there."""
-    folders = {"triton": args.triton, "cuda-samples": args.cuda_samples, "DeepGEMM": args.deepgemm}
-    sources = Sources(folders)
+    places = {name: args.folder / name for name in REPOSITORIES} if args.folder else {}
+    sources = Sources({name: places.get(name) for name in REPOSITORIES})
     rows = []
     for case in cases():
         if args.only and args.only not in f"{case.package} {case.name}":
@@ -161,8 +160,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = recording.parser(__doc__)
-    for name in REPOSITORIES:
-        parser.add_argument(f"--{name.lower()}", type=Path, metavar="DIR", help="a checkout")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="a folder with checkouts")
     parser.add_argument("--only", default="", metavar="TEXT", help="kernels with this in the name")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="where to write the PTX")
     recording.add_page_arguments(parser)

@@ -1,4 +1,4 @@
-"""What kernels of others do and our own do not, in small kernels: barriers, locks, the copy engine."""
+"""Habits of other people's kernels, in small ones of ours: barriers, locks, the copy engine."""
 
 from __future__ import annotations
 
