@@ -146,7 +146,8 @@ def code_of(ptx: str) -> str:
     'ret;'
     """
     code = ptx.partition("\t.section")[0]
-    code = re.sub(r"_ZN\d+(_INTERNAL_\w+?_cu)_[0-9a-f]{8}_\d+", r"\1", code)  # by NVRTC
+    own = r"\d+(_INTERNAL|_GLOBAL__N_)(_\d+_\d+_\w+?_cu)_[0-9a-f]{8}_\d+"  # names by NVRTC
+    code = re.sub(own, r"\1\2", code)
     lines = (line.partition("//")[0].strip() for line in code.splitlines())
     return "\n".join(line for line in lines if line and not re.match(r"\.(file|loc)\b", line))
 
