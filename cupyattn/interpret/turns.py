@@ -24,7 +24,7 @@ class Turns:
         self._shared = 0  # segments for which all take turns
 
     def choose(self, groups: Mapping[int, object]) -> int:
-        """Return the place of the next lanes, from those that can run, longest waiting first."""
+        """Return the place of the next lanes; `groups` has the longest waiting ones first."""
         if self._shared:
             self._shared -= 1
             return _longest_waiting(groups)

@@ -164,7 +164,7 @@ def backward_preprocess(run: Launcher, rng: np.random.Generator, length: int = 1
 
 
 def backward_preprocess_two_tiles(run: Launcher, rng: np.random.Generator) -> float:
-    """Its 256 threads write lse for the rows of a tile of 128, and for those of the next."""
+    """Its 256 threads write lse for the rows of a tile of 128, and for the next tile."""
     return backward_preprocess(run, rng, length=200)
 
 

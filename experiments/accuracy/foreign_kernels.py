@@ -3,13 +3,13 @@
 Varies       the kernel: of Triton's tutorials, of wheels, of NVIDIA's cuda-samples, of DeepGEMM
              and FlashAttention-4 (experiments/_harness/foreign_*.py).
 Holds fixed  small calls, versions and revisions.
-Measures     instructions, CPU seconds, and the largest error as a share of a bound that is derived
-             from the roundings of the kernel; the judge's bound for attention. A finding that a
-             change of the PTX mends is kept, and the rest of the kernel runs.
+Measures     instructions, CPU seconds, and the largest error as a share of its bound. The bound is
+             derived from the kernel's roundings; attention is judged. If a change of the PTX mends
+             a finding, the finding is kept and the rest of the kernel runs.
 Run          python -m experiments.accuracy.foreign_kernels --folder DIR --update-docs
 
 No device needed. foreign_kernels.txt beside this file has the packages. The folder has checkouts
-that are named as in `REPOSITORIES`. What is missing is left out; nothing of theirs is kept here.
+that are named as in `REPOSITORIES`. Missing ones are left out. Nothing of theirs is kept here.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
         became = f"{row['share']:.3f}" if "share" in row else row["became"]
         for text in [*row["findings"], *([row["why"]] if "why" in row else [])]:
             why = [sentence for part, sentence in BECAUSE.items() if part in text]
-            notes.append(": ".join([f"{row['kernel']}, {repository}", text, *why]))
+            notes.append([str(len(notes) + 1), row["kernel"], text, *(why or [""])])
             became += f" ({len(notes)})"
         rows.append([
             row["kernel"], f"{repository} {version}", f"`{row['ptx_sha256'][:12]}`",
@@ -144,17 +144,18 @@ def table(record: Mapping[str, Any]) -> list[str]:
     lines = [
         f"`{recording.command_now(record).partition(' --')[0]}` compiled {len(rows)} kernels of "
         f"others without a GPU ({compilers}) and ran them; {ran} of them are within their bound. "
-        "Instructions are those of warps. The hash is of PTX without comments and line numbers.",
+        "Instructions are counted by warp. The hash leaves out comments and line numbers.",
         "",
         *recording.markdown(header, rows),
         "",
     ]
-    lines += [f"{number}. {note}." for number, note in enumerate(notes, 1)]
     return [
-        *lines, "",
-        "A number points to what the interpreter said. If an error stands before it, the finding "
-        "was mended in the PTX, by a fence, a wait or an order of memory, and the kernel ran.",
-    ]  # fmt: skip
+        *lines,
+        "A number points to a row below. If an error stands before it, the finding was mended in "
+        "the PTX: by a fence, a wait or an order of memory.",
+        "",
+        *recording.markdown(["", "kernel", "the interpreter said", "because"], notes),
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
