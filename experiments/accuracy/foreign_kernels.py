@@ -53,7 +53,7 @@ BECAUSE = {
                                     "write the same values to the same rows",
     "still reads its shared memory": "the last copies are not waited for before the block ends",
     "no fence.mbarrier_init": "Triton lets the copy engine signal a new mbarrier without a fence",
-    "g_odata is read": "the operation that counts finished blocks is relaxed, and no fence follows",
+    "g_odata is read": "the last block has no fence behind the operation that counts blocks",
 }  # fmt: skip
 #: Outcomes.
 WITHIN, OUTSIDE, FOUND, UNKNOWN = "within its bound", "outside", "finding", "not modelled"

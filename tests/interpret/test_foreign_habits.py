@@ -249,3 +249,64 @@ extern "C" __global__ void store(int* y) {
     y = np.zeros(64, np.int32)
     interpret.launch(source, "store", 1, 32, [y], arch="sm_90a")
     assert y.tolist() == list(range(64))
+
+
+FENCED = """
+extern "C" __global__ void fenced(unsigned* ticket, int* parts, int* y) {
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) parts[blockIdx.x] = blockIdx.x + 1;
+  __threadfence();  // before
+  if (threadIdx.x == 0) is_last = atomicInc(ticket, 99) == gridDim.x - 1;
+  __syncthreads();
+  if (!is_last || threadIdx.x) return;
+  __threadfence();  // behind
+  for (int i = 0; i < gridDim.x; i++) *y += parts[i];
+}
+"""
+
+
+@pytest.mark.parametrize("gone", ["", "__threadfence();  // before", "__threadfence();  // behind"])
+def test_fences_order_blocks_with_a_relaxed_operation_between_them(gone: str) -> None:
+    source = FENCED.replace(gone, "") if gone else FENCED
+    args = {"ticket": np.zeros(1, np.uint32), "parts": np.zeros(4, np.int32),
+            "y": np.zeros(1, np.int32)}  # fmt: skip
+    if gone:
+        with pytest.raises(interpret.KernelFault, match="parts is read, and nothing orders"):
+            interpret.launch(source, "fenced", 4, 64, args)
+        return
+    interpret.launch(source, "fenced", 4, 64, args)
+    assert args["y"][0] == 1 + 2 + 3 + 4
+
+
+def test_a_ticket_in_shared_memory_orders_no_blocks() -> None:
+    """It has one address in all blocks; each block takes the last ticket of its own."""
+    source = FENCED.replace("ticket, 99", "&own, 99").replace("gridDim.x - 1;", "0;")
+    first = "bool is_last; __shared__ unsigned own; if (!threadIdx.x) own = 0;"
+    source = source.replace("bool is_last;", first)
+    args = {"ticket": np.zeros(1, np.uint32), "parts": np.zeros(4, np.int32),
+            "y": np.zeros(1, np.int32)}  # fmt: skip
+    with pytest.raises(interpret.KernelFault, match="parts is read, and nothing orders"):
+        interpret.launch(source, "fenced", 4, 32, args)
+
+
+def test_a_flag_that_a_block_polls_with_relaxed_loads_and_a_fence() -> None:
+    source = """
+extern "C" __global__ void poll(volatile int* flag, int* x, int* y) {
+  if (threadIdx.x) return;
+  if (blockIdx.x == 1) {
+    *x = 7;
+    __threadfence();
+    *flag = 1;
+  } else {
+    while (!*flag) __nanosleep(20);
+    __threadfence();
+    *y = *x;
+  }
+}
+"""
+    args = {"flag": np.zeros(1, np.int32), "x": np.zeros(1, np.int32), "y": np.zeros(1, np.int32)}
+    interpret.launch(source, "poll", 2, 32, args)
+    assert args["y"][0] == 7
+    with pytest.raises(interpret.KernelFault, match="x is read, and nothing orders"):
+        interpret.launch(source.replace("__threadfence();\n    *y", "*y"), "poll", 2, 32,
+                         {**args, "flag": np.zeros(1, np.int32)})  # fmt: skip
