@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.lanes import Values
-from cupyattn.interpret.memory import scatter
+from cupyattn.interpret.memory import WINDOWS, scatter
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand, Register, Vector
@@ -141,6 +141,19 @@ def items_of(operand: Operand) -> tuple[Operand, ...]:
     return operand.items if isinstance(operand, Vector) else (operand,)
 
 
+def _may_order(inst: Instruction, space: str) -> bool:
+    """Return whether a relaxed access may order threads of several blocks, with fences."""
+    return space in ("global", "generic") and "cta" not in inst.modifiers
+
+
+def _relaxed(machine: Machine, index: Ints, address: Ints, *, reads: bool, writes: bool) -> None:
+    """Let relaxed accesses to global memory order blocks where there are fences."""
+    between = machine.clocks.between
+    if between.in_use:
+        some = address < min(WINDOWS.values())
+        between.relaxed(machine.clocks, index[some], address[some], reads=reads, writes=writes)
+
+
 @instruction("ld")
 def load(inst: Instruction) -> Execute | None:
     """Load a scalar or a vector."""
@@ -153,6 +166,7 @@ def load(inst: Instruction) -> Execute | None:
     addresses = address_reader(inst.operands[1])
     unit = dtype.itemsize
     strong, acquires = _is_strong(inst), _orders_blocks(inst, "acquire")
+    relaxed = strong and not acquires and _may_order(inst, space)
     if len(writes) != count:
         return None
 
@@ -161,6 +175,8 @@ def load(inst: Instruction) -> Execute | None:
         address = addresses(machine)[index]
         if acquires:
             machine.clocks.between.acquire(machine.clocks, index, address)
+        elif relaxed:
+            _relaxed(machine, index, address, reads=True, writes=False)
         values = np.empty((count, len(index)), f"u{unit}")
         for memory, within, some in machine.space(space, address, "load", unit * count):
             if some is None:
@@ -184,6 +200,7 @@ def store(inst: Instruction) -> Execute | None:
     reads = [reader(x, f"b{8 * unit}") for x in items_of(inst.operands[1])]
     addresses = address_reader(inst.operands[0])
     strong, releases = _is_strong(inst), _orders_blocks(inst, "release")
+    relaxed = strong and not releases and _may_order(inst, space)
     if len(reads) != count or space in ("cluster", "param"):  # "param": an argument of a call
         return None
 
@@ -198,6 +215,8 @@ def store(inst: Instruction) -> Execute | None:
                 memory.store(within, values[:, some], index[some], strong)
         if releases:
             machine.clocks.between.release(machine.clocks, index, address)
+        elif relaxed:
+            _relaxed(machine, index, address, reads=False, writes=True)
 
     return execute
 
@@ -252,6 +271,7 @@ def atomic(inst: Instruction) -> Execute | None:
     addresses = address_reader(operands.pop(0))
     reads = [[reader(x, type_name) for x in items_of(operand)] for operand in operands]
     acquires, releases = (_orders_blocks(inst, how) for how in ("acquire", "release"))
+    across = _may_order(inst, space)  # the scope is .gpu if none is given
     if any(len(read) != count for read in reads):
         return None
 
@@ -259,10 +279,16 @@ def atomic(inst: Instruction) -> Execute | None:
         index = lanes.index
         address = addresses(machine)[index]
         values = [[machine.each(r(machine))[index] for r in read] for read in reads]
-        if acquires:
-            machine.clocks.between.acquire(machine.clocks, index, address)
-        if releases:
-            machine.clocks.between.release(machine.clocks, index, address)
+        between = machine.clocks.between
+        orders = acquires or releases or (across and between.in_use)
+        for at in range(len(index)) if orders else ():  # each after those before it
+            one = index[at : at + 1], address[at : at + 1]
+            if acquires:
+                between.acquire(machine.clocks, *one)
+            if across:
+                _relaxed(machine, *one, reads=not acquires, writes=not releases)
+            if releases:
+                between.release(machine.clocks, *one)
         old = np.empty((count, len(index)), dtype)
         for memory, within, some in machine.space(space, address, "atomic", dtype.itemsize * count):
             rows = np.arange(len(index)) if some is None else some

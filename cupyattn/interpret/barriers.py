@@ -43,6 +43,7 @@ class Barrier:
 
     def __init__(self, size: int, blocks: int) -> None:
         self.arrived = np.zeros(size, np.bool_)
+        self.twice = np.zeros(size, np.bool_)  # waits after it had arrived without waiting
         self.counts = np.zeros(blocks, np.intp)  # expected threads, by block; 0: unknown
         self.resume = np.full(size, -1, np.int64)  # where a waiting lane continues
         self.views: dict[int, Any] = {}  # by block: joined views of the arrivals
@@ -128,13 +129,16 @@ class Barriers:
         machine = self._machine
         blocks = np.unique(lanes.index // machine.threads)
         barrier = self._barriers.setdefault(number, Barrier(machine.size, machine.blocks))
-        self._check_state(barrier, number, count, lanes)
+        self._check_state(barrier, number, count, lanes, wait=wait)
         barrier.counts[blocks] = count
-        barrier.arrived |= lanes.mask | self._absent(lanes)
-        here = machine.place + 1
+        here = lanes.mask | self._absent(lanes)
+        barrier.twice |= barrier.arrived & here
+        barrier.arrived |= here
+        following = machine.place + 1
         if wait:
-            barrier.resume[lanes.index] = here
-        arrived = barrier.arrived.reshape(machine.blocks, -1).sum(axis=1)[blocks]
+            barrier.resume[lanes.index] = following
+        by_lane = barrier.arrived.astype(np.intp) + barrier.twice
+        arrived = by_lane.reshape(machine.blocks, -1).sum(axis=1)[blocks]
         if (arrived > count).any():
             message = f"more threads arrive at barrier {number} than the {count} it waits for"
             machine.report("divergence", message, machine.lane, lanes.mask)
@@ -145,12 +149,14 @@ class Barriers:
                 view = machine.clocks.views(some).max(axis=0)
                 barrier.views[int(block)] = np.maximum(barrier.views.get(int(block), 0), view)
         if not wait:
-            machine.go(here, lanes)
+            machine.go(following, lanes)
         complete = blocks[arrived == count]
         if len(complete):
             self._complete(barrier, complete, everybody=everybody)
 
-    def _check_state(self, barrier: Barrier, number: int, count: int, lanes: Lanes) -> None:
+    def _check_state(
+        self, barrier: Barrier, number: int, count: int, lanes: Lanes, *, wait: bool
+    ) -> None:
         machine = self._machine
         known = np.repeat(barrier.counts, machine.threads)
         other = (known > 0) & (known != count) & lanes.mask
@@ -161,6 +167,8 @@ class Barriers:
             )
             machine.report("invalid operand", message, machine.lane, other)
         again = barrier.arrived & lanes.mask
+        if wait:  # a warp may hand itself the first turn: it arrives, and waits later
+            again &= barrier.twice
         if again.any():
             message = f"threads arrive at barrier {number} a second time before it completes"
             machine.report("divergence", message, machine.lane, again)
@@ -186,6 +194,7 @@ class Barriers:
         freed.reshape(machine.blocks, -1)[complete] = True
         freed &= barrier.arrived
         barrier.arrived &= ~freed
+        barrier.twice &= ~freed
         barrier.counts[complete] = 0
         freed &= barrier.resume >= 0
         if not everybody:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import address_reader, copy_async
+from cupyattn.interpret.cluster import RANK_BITS
 from cupyattn.interpret.memory import WINDOWS, GlobalMemory
-from cupyattn.interpret.ordering import Ints
+from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand
-from cupyattn.interpret.semantics import Execute, instruction, reader
+from cupyattn.interpret.semantics import Execute, instruction, not_known, reader
 from cupyattn.interpret.warpgroup import swizzled_address
 
 if TYPE_CHECKING:
@@ -132,6 +134,20 @@ class Engine:
             self._misaligned(message, lane)
         return found
 
+    def own_address(self, address: int, lane: int) -> int:
+        """Return an address in shared memory of the cluster as one in the lane's own block.
+
+        Raises
+        ------
+        UnsupportedError
+            If it lies in another block.
+        """
+        machine = self._machine
+        rank = address >> RANK_BITS  # as `mapa` makes it: 0 without it
+        if rank and rank - 1 != lane // machine.threads % machine.clusters.blocks:
+            raise not_known(machine.program.steps[machine.place].instruction)
+        return address & ((1 << RANK_BITS) - 1)
+
     def _fail(self, message: str, lane: int) -> None:
         self._machine.report("out of bounds", message, np.array([lane]), np.ones(1, np.bool_))
 
@@ -161,13 +177,7 @@ class Engine:
 
     def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
         """Begin a copy of contiguous bytes, which an mbarrier counts."""
-        if source % 16 or target % 16 or nbytes % 16:
-            name = cast(GlobalMemory, self._machine.spaces["global"]).name_at(source)
-            message = (
-                f"a bulk copy of {nbytes} bytes from {name} "
-                f"at {source:#x} to shared address {target}: all three have to be multiples of 16"
-            )
-            self._misaligned(message, lane)
+        self._check_sixteens(source, target, nbytes, lane, "from")
         place = np.arange(0, nbytes, 8)
         everything = np.ones(len(place), np.bool_)
         self._deliver(source + place, everything, place, 8, target, barrier, lane)
@@ -227,16 +237,10 @@ class Engine:
         if min(corner) < 0:  # seen on an H200; copies the other way may begin there
             self._fail("a box stored from before the array is an illegal instruction", lane)
         shared, size = machine.shared, tensor.itemsize
-        first = shared.offset(np.array([source]), 16, lanes)
-        shared.offset(np.array([source + tensor.box_bytes - 16]), 16, lanes)
-        granules, owners = shared.granules(first, tensor.box_bytes, lanes)
-        shared.shadow.before_read(granules, owners, machine.clocks, machine.report)
-        shared.shadow.before_proxy(granules, owners, machine.clocks, machine.report)
-        shared.shadow.lend(granules)
+        first, granules = self._lend(source, tensor.box_bytes, lanes)
         address, inside, place = tensor.in_whole_chunks().elements(corner)
-        swizzled = swizzled_address(source + place, tensor.swizzle) - source + int(first[0])
+        swizzled = swizzled_address(source + place, tensor.swizzle) - source + first
         who = np.full(len(address), lane)
-        machine.traffic["shared", "load"] += tensor.box_bytes
         machine.traffic["global", "store"] += size * int(inside.sum())
 
         def write() -> None:
@@ -246,6 +250,58 @@ class Engine:
                 memory.store(address[inside], data[inside][None], who[inside])
 
         self._stores.append(Store(lane, int(self.committed[lane]), granules, write))
+
+    def _lend(self, source: int, nbytes: int, lanes: Ints) -> tuple[int, Ints]:
+        """Check bytes of shared memory and lend them to a copy; return their offset and granules.
+        """
+        machine, shared = self._machine, self._machine.shared
+        first = shared.offset(np.array([source]), 16, lanes)
+        shared.offset(np.array([source + nbytes - 16]), 16, lanes)
+        granules, owners = shared.granules(first, nbytes, lanes)
+        shared.shadow.before_read(granules, owners, machine.clocks, machine.report)
+        shared.shadow.before_proxy(granules, owners, machine.clocks, machine.report)
+        shared.shadow.lend(granules)
+        machine.traffic["shared", "load"] += nbytes
+        return int(first[0]), granules
+
+    def take_bytes(
+        self, target: int, source: int, nbytes: int, lane: int, added: np.dtype[Any] | None
+    ) -> None:
+        """Begin a copy of contiguous bytes out of shared memory, in the lane's open group.
+
+        With a type `added`, its numbers are added to those in global memory, one by one.
+        """
+        self._check_sixteens(target, source, nbytes, lane, "to")
+        machine = self._machine
+        first, granules = self._lend(source, nbytes, np.array([lane]))
+        machine.traffic["global", "store" if added is None else "atomic"] += nbytes
+        size = 8 if added is None else added.itemsize
+        address = target + np.arange(0, nbytes, size)
+        who = np.full(len(address), lane)
+
+        def write() -> None:
+            memory = cast(GlobalMemory, machine.spaces["global"])
+            data = machine.shared.data[first : first + nbytes].view(added or "u8")
+            if added is None:
+                memory.store(address, data[None], who)
+                return
+            held, offset = memory.exchange(address, size, who)
+            held.view(added)[offset // size] += data
+
+        self._stores.append(Store(lane, int(self.committed[lane]), granules, write))
+
+    def _check_sixteens(
+        self, array: int, shared: int, nbytes: int, lane: int, direction: str
+    ) -> None:
+        if array % 16 or shared % 16 or nbytes % 16:
+            name = cast(GlobalMemory, self._machine.spaces["global"]).name_at(array)
+            ends = [f"{name} at {array:#x}", f"shared address {shared}"]
+            first, second = ends if direction == "from" else reversed(ends)
+            message = (
+                f"a bulk copy of {nbytes} bytes from {first} to {second}: "
+                "all three have to be multiples of 16"
+            )
+            self._misaligned(message, lane)
 
     def wait(self, lanes: Lanes, pending: int) -> None:
         """Let all but the last `pending` groups of each lane end."""
@@ -284,6 +340,8 @@ def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
 @instruction("cp")
 def copy(inst: Instruction) -> Execute | None:
     """Copies in the background: of single lanes, or by the copy engine."""
+    if inst.modifiers[:1] == ("reduce",):
+        return _reduce_bulk(replace(inst, modifiers=inst.modifiers[1:]))
     if inst.modifiers[:1] != ("async",):
         return None
     return _bulk(inst) if inst.modifiers[1:2] == ("bulk",) else copy_async(inst)
@@ -310,7 +368,10 @@ def _bulk(inst: Instruction) -> Execute | None:
     if kind[:1] == ("prefetch",):  # a hint to the caches
         return lambda machine, lanes: None
     if kind[:1] != ("tensor",):
-        return _bring_bytes(inst) if kind in _BYTES_IN else None
+        plain = tuple(m for m in kind if m != "L2::cache_hint")
+        if plain == ("global", "shared::cta", "bulk_group"):
+            return _take_bytes(inst, None)
+        return _bring_bytes(inst) if plain in _BYTES_IN else None
     names = [m for m in kind[2:] if m not in ("tile", "L2::cache_hint")]
     if tuple(names) in _BYTES_IN:
         return _bring(inst)
@@ -331,7 +392,8 @@ def _bring(inst: Instruction) -> Execute:
         for lane in lanes.index.tolist():
             corner = [int(x[lane]) for x in reversed(corners)]
             found = engine.tensor(int(maps[lane]), lane)
-            engine.bring(found, corner, int(targets[lane]), int(barriers[lane]), lane)
+            to, told = (engine.own_address(int(x[lane]), lane) for x in (targets, barriers))
+            engine.bring(found, corner, to, told, lane)
 
     return execute
 
@@ -346,9 +408,34 @@ def _bring_bytes(inst: Instruction) -> Execute:
         numbers = [machine.each(read(machine)) for read in (source, target, count, barrier)]
         for lane in lanes.index.tolist():
             start, to, nbytes, told = (int(x[lane]) for x in numbers)
+            to, told = (machine.engine.own_address(x, lane) for x in (to, told))
             machine.engine.bring_bytes(start, to, nbytes, told, lane)
 
     return execute
+
+
+def _take_bytes(inst: Instruction, added: np.dtype[Any] | None) -> Execute:
+    target, source = (address_reader(x) for x in inst.operands[:2])
+    count = reader(inst.operands[2], "u32")
+
+    def execute(machine: Machine, lanes: Lanes) -> None:
+        numbers = [machine.each(read(machine)) for read in (target, source, count)]
+        for lane in lanes.index.tolist():
+            to, start, nbytes = (int(x[lane]) for x in numbers)
+            machine.engine.take_bytes(to, start, nbytes, lane, added)
+
+    return execute
+
+
+#: Types whose numbers the engine adds to those in global memory. It adds f32 as ``red`` does.
+_ADDED = ("f32", "f64", "s32", "u32", "u64")
+
+
+def _reduce_bulk(inst: Instruction) -> Execute | None:
+    kind = tuple(m for m in inst.modifiers if m != "L2::cache_hint")
+    if kind[:-1] != ("async", "bulk", "global", "shared::cta", "bulk_group", "add"):
+        return None
+    return _take_bytes(inst, DTYPES[kind[-1]]) if kind[-1] in _ADDED else None
 
 
 def _take(inst: Instruction) -> Execute:
@@ -359,8 +446,13 @@ def _take(inst: Instruction) -> Execute:
         engine = machine.engine
         maps, sources = tensor(machine), source(machine)
         corners = [read(machine) for read in coordinates]
+        issued: set[tuple[int, ...]] = set()
         for lane in lanes.index.tolist():
             corner = [int(x[lane]) for x in reversed(corners)]
-            engine.take(engine.tensor(int(maps[lane]), lane), corner, int(sources[lane]), lane)
+            # Lanes of a warp that name the same copy write the same bytes: it is made once.
+            one = (lane // WARP, int(maps[lane]), int(sources[lane]), *corner)
+            if one not in issued:
+                issued.add(one)
+                engine.take(engine.tensor(one[1], lane), corner, one[2], lane)
 
     return execute

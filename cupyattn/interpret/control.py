@@ -90,8 +90,9 @@ def nanosleep(inst: Instruction) -> Step:
 def fence(inst: Instruction) -> Execute | None:
     """Order the accesses of one thread, and make them visible to the asynchronous proxy.
 
-    A fence alone does not order two threads.
+    A fence alone does not order two threads: it does so with relaxed accesses.
     """
+    across = not {"cta"} & set(inst.modifiers)
     if inst.modifiers[:1] == ("mbarrier_init",):
         return lambda machine, lanes: machine.mbarriers.show(lanes)
     if inst.modifiers[:2] == ("proxy", "async"):
@@ -106,6 +107,8 @@ def fence(inst: Instruction) -> Execute | None:
 
     def order(machine: Machine, lanes: Lanes) -> None:
         machine.mbarriers.fence_time[lanes.index] = machine.clocks.now
+        if across:
+            machine.clocks.between.fence(machine.clocks, lanes.index)
 
     return order
 

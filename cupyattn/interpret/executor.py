@@ -331,6 +331,8 @@ def _argument(placed: _Placed, array: str, value: Any, name: str) -> npt.NDArray
     """Return the value to pass for an argument: for an array, its address in memory."""
     if value is None:
         return np.zeros(1, np.uint64)
+    if isinstance(value, tuple):
+        return _struct([_argument(placed, array, field, name) for field in value])
     if isinstance(value, np.ndarray) and not value.dtype.fields:
         return np.array([placed.address(array, value)], np.uint64)
     if not isinstance(value, np.generic | np.ndarray):
@@ -340,6 +342,18 @@ def _argument(placed: _Placed, array: str, value: Any, name: str) -> npt.NDArray
             "width of a Python number is not known, write np.int32(...) or np.float32(...)"
         )
     return np.atleast_1d(value)
+
+
+def _struct(fields: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+    """Lay out the fields of a struct as C does."""
+    data = bytearray()
+    alignment = 1
+    for field in fields:
+        aligned = field.dtype.alignment
+        data += bytes(-len(data) % aligned) + field.tobytes()
+        alignment = max(alignment, aligned)
+    data += bytes(-len(data) % alignment)
+    return np.frombuffer(data, np.uint8)
 
 
 def _place(

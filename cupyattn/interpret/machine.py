@@ -41,6 +41,7 @@ from cupyattn.interpret.ptx import Register
 from cupyattn.interpret.register_pools import RegisterPools
 from cupyattn.interpret.semantics import Read, not_known, register_type
 from cupyattn.interpret.special import special_registers
+from cupyattn.interpret.turns import Turns
 from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
@@ -173,6 +174,7 @@ class Machine:
         self.place = 0  # index of the instruction under way
         self._parked: dict[int, Bools] = {}  # lanes that wait for others of their warp, by place
         self._groups: dict[int, Lanes] = {}
+        self._turns = Turns()
         self._resting: dict[int, Bools] = {}  # lanes that let others go first, by place
         self._rested: dict[int, bytes] = {}  # the same when they last went on
         self._ranks: list[int] = []  # under a schedule, of each warp of a block: who goes first
@@ -224,10 +226,10 @@ class Machine:
         vars(self).clear()
 
     def _next(self) -> tuple[int, Lanes]:
-        """Return the next place and its lanes: the earliest place, or one drawn by the schedule."""
+        """Return the next place and its lanes, drawn by the schedule if there is one."""
         dice = _dice.get()
         if dice is None:
-            place = min(self._groups)
+            place = self._turns.choose(self._groups)
             return place, self._groups.pop(place)
         if not self._ranks or dice.random() < 1 / NEW_RANKS:
             self._ranks = dice.sample(range(self.threads // WARP), self.threads // WARP)

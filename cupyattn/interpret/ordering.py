@@ -18,7 +18,7 @@ waited for it, and before threads that synchronised with those since. No floor a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -163,23 +163,57 @@ class BetweenBlocks:
     def __init__(self) -> None:
         self._at: dict[int, Known] = {}  # by address
         self._heard: dict[int, dict[int, _Heard]] = {}  # by block, by thread of it
+        # By block and thread: the knowledge at its last fence, and that of values read since.
+        self._fenced: dict[tuple[int, int], Known] = {}
+        self._read: dict[tuple[int, int], Known] = {}
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there has been a fence or a release, so that relaxed accesses may order."""
+        return bool(self._fenced or self._at)
+
+    def fence(self, clocks: Clocks, lanes: Ints) -> None:
+        """Order `lanes` after what they read, and what they write after what they know now."""
+        read = {lane: self._read.pop(self._thread(clocks, lane), None) for lane in lanes.tolist()}
+        self._learn(clocks, read)
+        for lane, known in zip(lanes.tolist(), self._known(clocks, lanes), strict=True):
+            self._fenced[self._thread(clocks, lane)] = known
+
+    def relaxed(
+        self, clocks: Clocks, lanes: Ints, addresses: Ints, *, reads: bool, writes: bool
+    ) -> None:
+        """Relaxed accesses order two threads together with a fence before and one behind them."""
+        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
+            thread = self._thread(clocks, lane)
+            if reads and address in self._at:
+                self._read[thread] = _joined(self._read.get(thread, {}), self._at[address])
+            if writes and thread in self._fenced:
+                self._at[address] = _joined(self._at.get(address, {}), self._fenced[thread])
 
     def release(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
         """Publish at `addresses` the accesses ordered before `lanes`."""
-        views = clocks.views(lanes)[:, : clocks.threads]
-        for view, lane, address in zip(views, lanes.tolist(), addresses.tolist(), strict=True):
-            block = self._block(clocks, lane)
-            known = _joined(self._come_to(block, view), {block: view})
+        for known, address in zip(self._known(clocks, lanes), addresses.tolist(), strict=True):
             self._at[address] = _joined(self._at.get(address, {}), known)
 
     def acquire(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
-        """Order `lanes` after the accesses published at `addresses`.
+        """Order `lanes` after the accesses published at `addresses`."""
+        pairs = zip(lanes.tolist(), addresses.tolist(), strict=True)
+        self._learn(clocks, {lane: self._at.get(address) for lane, address in pairs})
+
+    def _known(self, clocks: Clocks, lanes: Ints) -> Iterator[Known]:
+        """Yield the knowledge of each lane, with what its own block has done before it."""
+        views = clocks.views(lanes)[:, : clocks.threads]
+        for view, lane in zip(views, lanes.tolist(), strict=True):
+            block = self._block(clocks, lane)
+            yield _joined(self._come_to(block, view), {block: view})
+
+    def _learn(self, clocks: Clocks, news: Mapping[int, Known | None]) -> None:
+        """Order lanes after what each is told.
 
         Lanes with the same earlier knowledge share the result, which `_come_to` joins once.
         """
         joined: dict[tuple[int, int], Known] = {}
-        for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
-            found = self._at.get(address)
+        for lane, found in news.items():
             if found is None:
                 continue
             block = self._block(clocks, lane)
@@ -215,6 +249,9 @@ class BetweenBlocks:
                     some = rows[blocks[rows] == other]
                     before[some] = times[some] <= seen[threads[some]]
         return before
+
+    def _thread(self, clocks: Clocks, lane: int) -> tuple[int, int]:
+        return self._block(clocks, lane), lane % clocks.threads
 
     def _block(self, clocks: Clocks, lane: int) -> int:
         return (clocks.first + lane) // clocks.threads

@@ -109,9 +109,10 @@ def launch(
     args : sequence or mapping of str
         One for each parameter, in order: an array for a pointer, a NumPy scalar for a number
         (``np.int32(3)``), a structured array of one element for a struct, a `TensorMap`, None for
-        a null pointer. Arrays receive the results after the kernel has ended without a finding. An
-        array that is not writeable is an input, and a write to it is a finding. With a mapping,
-        findings use its names instead of those in the PTX.
+        a null pointer. A tuple of such values is a struct, too, laid out as C does. Arrays receive
+        the results after the kernel has ended without a finding. An array that is not writeable is
+        an input, and a write to it is a finding. With a mapping, findings use its names instead of
+        those in the PTX.
     cluster : int, optional
         Blocks of a cluster along x; the kernel's directive decides when omitted.
     shared_bytes : int

@@ -26,6 +26,8 @@ SM_REGISTERS = 65536
 STEP = 8
 #: The fewest and the most of a thread.
 FEWEST, MOST = 24, 256
+#: The most of a thread at launch: an instruction names 255, and ptxas then launches with this.
+MOST_AT_LAUNCH = 248
 #: Warps of a warpgroup.
 GROUP = 4
 
@@ -41,7 +43,7 @@ def launch_registers(kernel: Kernel) -> int | None:
     if kernel.max_threads is None:
         return None
     threads = -(-kernel.max_threads // WARP) * WARP * kernel.min_blocks
-    return min(MOST, SM_REGISTERS // threads // STEP * STEP)
+    return min(MOST_AT_LAUNCH, SM_REGISTERS // threads // STEP * STEP)
 
 
 @dataclass(eq=False)

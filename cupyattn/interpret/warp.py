@@ -240,10 +240,11 @@ def matrix_tiles(inst: Instruction) -> tuple[int, bool] | None:
     transposed = "trans" in modifiers
     if transposed:
         modifiers.remove("trans")
-    if modifiers[:3] != ["sync", "aligned", "m8n8"] or modifiers[4:] != ["b16"]:
+    if modifiers[:2] != ["sync", "aligned"] or modifiers[4:] != ["b16"]:
         return None
-    count = {"x1": 1, "x2": 2, "x4": 4}.get(modifiers[3])
-    return None if count is None else (count, transposed)
+    shape, times = sorted(modifiers[2:4])  # ptxas takes either of them first
+    count = {"x1": 1, "x2": 2, "x4": 4}.get(times)
+    return None if count is None or shape != "m8n8" else (count, transposed)
 
 
 ACCESSES["ldmatrix"] = ACCESSES["stmatrix"] = lambda inst: ("shared", 16)
