@@ -29,6 +29,7 @@ from cupyattn.errors import KernelLaunchError
 from cupyattn.interpret import fatbin
 from cupyattn.interpret.executor import Extents, Geometry, extents, run_program
 from cupyattn.interpret.program import Program, entry_points, program, target_of
+from cupyattn.interpret.standard_headers import with_names
 from cupyattn.plans import records
 
 #: The first directive of a PTX module, after comments.
@@ -172,12 +173,13 @@ def _read(
     arch = arch or LEAST_ARCH
     if isinstance(source, Path):
         module = ModuleSpec(source.resolve(), defines)
-        return module, compiler.translate(module, arch).ptx
+        return module, compiler.translate(module, arch, with_names(data)).ptx
     if "\n" not in data and "{" not in data:
         raise ValueError(
             f"source must be CUDA C++ or PTX as text, got {data!r}: pass Path({data!r}) for a file"
         )
-    return None, compiler.translate(ModuleSpec(TEXT_NAME, defines), arch, data).ptx
+    module = ModuleSpec(TEXT_NAME, defines)
+    return None, compiler.translate(module, arch, with_names(data)).ptx
 
 
 def text_of(source: Path | bytes) -> str:
