@@ -27,7 +27,7 @@ SCALAR = ("name", "scalar", "dtype")
 NULL = ("name", "null")
 TENSORS = ("o", "q", "k", "v", "lse", "sinks")
 NUMERICS = ("p", "accumulate", "promote", "scores", "order", "out", "tanh", "scaled_q")
-OPTIONS = ("scale", "causal", "causal_align", "window", "softcap")
+OPTIONS = ("scale", "causal", "causal_align", "window", "softcap", "layout")
 FILLS = ("normal", "uniform", "arange", "zeros", "ones", "nan")
 
 

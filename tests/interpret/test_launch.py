@@ -286,3 +286,15 @@ def test_a_source_for_nvcc_compiles_and_lines_keep_their_numbers() -> None:
     assert caught.value.finding.kind == "trap" and location is not None and location.line == 6
     with pytest.raises(KernelCompileError, match=r'\(7\): error: identifier "nothing"'):
         interpret.launch(STANDARD.replace("-INFINITY;", "nothing;"), "largest", 1, 1, (x, y))
+
+
+def test_host_code_and_templates_get_a_sentence_each() -> None:
+    host = "__global__ void k(int* x) {}\nvoid run(int* x) { k<<<1, 1>>>(x); }\n"
+    with pytest.raises(KernelCompileError, match=r"source.cu\(2\): NVRTC compiles device code al"):
+        interpret.launch(host, "k", 1, 1, [np.zeros(1, np.int32)])
+    template = "template <int N> __global__ void k(int* x) { x[0] = N; }\n"
+    with pytest.raises(ValueError, match="no kernel at all, so none of the name 'k': a template"):
+        interpret.launch(template, "k", 1, 1, [np.zeros(1, np.int32)])
+    x = np.zeros(1, np.int32)
+    interpret.launch(template + "template __global__ void k<7>(int*);\n", "k", 1, 1, [x])
+    assert x[0] == 7
