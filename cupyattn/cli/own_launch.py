@@ -91,6 +91,8 @@ def judge_arrays(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
     """Compare the output of a kernel in a file with the bound of the rounding that it states."""
     tensors = {name: arrays[judged[name]] for name in launch_file.TENSORS if name in judged}
     words = {name: judged[name] for name in launch_file.NUMERICS if name in judged}
+    if "v_codes" in words:  # v is the array
+        words["v"] = words.pop("v_codes")
     options = {name: judged[name] for name in launch_file.OPTIONS if name in judged}
     return judge(**tensors, numerics=numerics(**words), **options)
 

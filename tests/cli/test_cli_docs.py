@@ -155,3 +155,13 @@ def test_an_example_is_copied(
         assert says in capsys.readouterr().err
     assert cli.main(["docs", "--example", "other"]) == 2
     assert "cupyattn docs your_kernel --example DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "page", ["YOUR_KERNEL", "TESTING", "INTERPRETER", "INSTRUCTIONS", "MATH_REFERENCE"]
+)
+def test_pages_about_any_kernel_lead_to_pages_that_a_wheel_has(page: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / f"{page}.md").read_text("utf-8"),
+                  flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+    links = re.findall(r"\]\((?!http|#)([^)#]+\.md)", text)
+    assert links and {link.removesuffix(".md").lower() for link in links} <= set(docs.topics())

@@ -177,6 +177,18 @@ def test_another_layout(mine: Callable[..., None], capsys: pytest.CaptureFixture
     assert "verify: passed, 9 distributions" in printed
 
 
+def test_words_of_codes_widen_the_bound(
+    mine: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ratios = []
+    for words in ("", 'qk = "int8"\n', 'v_codes = "e4m3"\n', "exponential = 0.01\n"):
+        Path("rows.toml").write_text(LAUNCH + words)
+        status, printed = run(capsys, "verify", "rows.cu", "--distribution", "normal")
+        assert status == 0, printed
+        ratios.append(float(printed.split()[-1]))
+    assert all(wider < ratios[0] / 2 for wider in ratios[1:]), ratios
+
+
 # ---- profile -------------------------------------------------------------------------------------
 
 
