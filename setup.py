@@ -13,12 +13,12 @@ from setuptools.command.build_py import build_py
 
 
 class PackedPages(build_py):
-    """Packs the pages of docs/ as cupyattn.docs, without the modules that write them."""
+    """Packs pages and examples as cupyattn.docs, without the modules that write the pages."""
 
     def find_package_modules(self, package, package_dir):
-        """Return the modules of a package: none of cupyattn.docs."""
+        """Return the modules of a package: none of cupyattn.docs, whose examples are data."""
         found = super().find_package_modules(package, package_dir)
-        return [] if package == "cupyattn.docs" else found
+        return [] if package.startswith("cupyattn.docs") else found
 
 
 setup(cmdclass={"build_py": PackedPages})

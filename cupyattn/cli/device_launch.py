@@ -14,7 +14,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import KernelLaunchError, UnsupportedError
 from cupyattn.interpret import TensorMap
 from cupyattn.interpret.executor import extents
-from cupyattn.interpret.own_kernels import entry_name, is_ptx, text_of
+from cupyattn.interpret.own_kernels import compiled, entry_name, is_ptx, text_of
 from cupyattn.runtime import tensor_map
 
 #: Dynamic shared memory that every kernel may use without asking for it.
@@ -91,7 +91,7 @@ def _code(path: Path, settings: dict[str, Any], capability: int) -> tuple[bytes,
     arch = settings["arch"] or device_architecture(capability)
     check_runs_on(arch, capability)
     module = ModuleSpec(path.resolve(), tuple((settings["defines"] or {}).items()))
-    binary = compiler.build(module, arch)
+    binary = compiled(module, arch, text, compiler.build)
     return binary.cubin, binary.ptx
 
 

@@ -2,7 +2,8 @@
 
 Without TOPIC, the command lists all pages. TOPIC is a page such as tutorial or troubleshooting, or
 a name such as attention, Int8Linear or testing.judge. If a page and a name are spelled alike, as
-with ladder, TOPIC means the page, and cupyattn.ladder means the name. No network is needed."""
+with ladder, TOPIC means the page, and cupyattn.ladder means the name. No network is needed. The
+page your_kernel has an example: --example copies its files to a folder."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import difflib
 import importlib
 import inspect
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,16 +28,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="a page, or a public name")
+    parser.add_argument(
+        "--example", metavar="DIR", help="copy the files of the page's example to a new folder"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     pages = topics()
+    if args.topic is None and args.example is not None:
+        raise ValueError("--example needs the page: cupyattn docs your_kernel --example DIR")
     if args.topic is None:
         output.print_table(["topic", "answers"], [[name, pages[name][1]] for name in pages])
         output.say("\nA public name, such as attention or testing.judge, prints its docstring.")
         return 0
     topic = args.topic.lower().removesuffix(".md").replace("-", "_")
+    if args.example is not None:
+        copy_example(topic, Path(args.example))
+        return 0
     if topic in pages:
         output.say(page_text(pages[topic][0]))
         return 0
@@ -67,6 +77,24 @@ def folder() -> Path:
         if (place / "README.md").is_file():
             return place
     raise OSError(f"no pages are in {places[0]} or {places[1]}: reinstall cupyattn")
+
+
+def copy_example(topic: str, to: Path) -> None:
+    """Copy the files of a page's example, and print their names.
+
+    Raises
+    ------
+    ValueError
+        If the page has no example, or the folder exists.
+    """
+    places = folder() / topic, folder().parent / "examples" / topic
+    example = next((place for place in places if place.is_dir()), None)
+    if example is None:
+        raise ValueError(f"the page {topic} has no example folder: your_kernel has one")
+    if to.exists():
+        raise ValueError(f"{to} exists: name a new folder for the example")
+    shutil.copytree(example, to, ignore=shutil.ignore_patterns("__pycache__"))
+    output.say(f"Wrote {', '.join(sorted(str(path) for path in to.iterdir()))}")
 
 
 def topics() -> dict[str, tuple[Path, str]]:

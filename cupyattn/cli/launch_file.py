@@ -26,8 +26,11 @@ OF = ("name", "of", "box", "swizzle")
 SCALAR = ("name", "scalar", "dtype")
 NULL = ("name", "null")
 TENSORS = ("o", "q", "k", "v", "lse", "sinks")
-NUMERICS = ("p", "accumulate", "promote", "scores", "order", "out", "tanh", "scaled_q")
-OPTIONS = ("scale", "causal", "causal_align", "window", "softcap")
+NUMERICS = (
+    "p", "accumulate", "promote", "scores", "exponential", "order", "qk", "v_codes", "out", "tanh",
+    "scaled_q",
+)  # fmt: skip
+OPTIONS = ("scale", "causal", "causal_align", "window", "softcap", "layout")
 FILLS = ("normal", "uniform", "arange", "zeros", "ones", "nan")
 
 

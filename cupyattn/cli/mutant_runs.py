@@ -17,6 +17,7 @@ from typing import Any
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import KernelCompileError
+from cupyattn.interpret.own_kernels import compiled
 from cupyattn.testing.mutations import Mutant, machine_code
 
 #: Environment variable that names the mutant for the command.
@@ -64,7 +65,7 @@ class Copy:
         self.path.write_text(text, encoding="utf-8")
         spec = ModuleSpec(self.path, tuple(self.defines.items()))
         try:
-            return machine_code(compiler.translate(spec, self.arch).ptx)
+            return machine_code(compiled(spec, self.arch, text, compiler.translate).ptx)
         except KernelCompileError:
             return None
 

@@ -12,6 +12,7 @@ from cupyattn.cli import launch_file
 from cupyattn.cli.launch_file import LaunchFile
 from cupyattn.kernels.features import DTYPES
 from cupyattn.measure import rungs
+from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.settings import check_attention
 from cupyattn.testing import judge, numerics
 from cupyattn.testing.report import Report
@@ -90,6 +91,8 @@ def judge_arrays(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
     """Compare the output of a kernel in a file with the bound of the rounding that it states."""
     tensors = {name: arrays[judged[name]] for name in launch_file.TENSORS if name in judged}
     words = {name: judged[name] for name in launch_file.NUMERICS if name in judged}
+    if "v_codes" in words:  # v is the array
+        words["v"] = words.pop("v_codes")
     options = {name: judged[name] for name in launch_file.OPTIONS if name in judged}
     return judge(**tensors, numerics=numerics(**words), **options)
 
@@ -112,33 +115,35 @@ def draw(given: LaunchFile, judged: dict[str, Any], distribution: str, seed: int
     ValueError
         If they are no floats of one type, or their shapes are not those of attention.
     """
-    q, k, v = (given.arrays[judged[name]] for name in "qkv")
-    dtypes = {x.dtype.name for x in (q, k, v)}
+    arrays = [given.arrays[judged[name]] for name in "qkv"]
+    dtypes = {x.dtype.name for x in arrays}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         raise ValueError(
             f"verify draws q, k and v of one type out of {', '.join(DTYPES)}, got "
             f"{', '.join(sorted(dtypes))}: cupyattn interpret runs the arrays as described"
         )
-    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+    shapes = [x.shape for x in arrays]
+    if {x.ndim for x in arrays} != {4} or shapes[1] != shapes[2]:
         raise ValueError(
             "verify draws q, k and v of (batch, heads, length, head_dim), k and v alike, got "
-            f"{q.shape}, {k.shape} and {v.shape}"
+            f"{' and '.join(map(str, shapes))}"
         )
+    q, k, v = (to_bhsd(x, judged.get("layout", "BHSD")) for x in arrays)
     drawn = distributions.make(
         distribution, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.dtype.name,
         seed, k.shape[1],
     )  # fmt: skip
-    for array, values in zip((q, k, v), drawn, strict=True):
+    for array, view, values in zip(arrays, (q, k, v), drawn, strict=True):
         writeable = array.flags.writeable
-        array.flags.writeable = True
-        array[...] = values
+        array.flags.writeable = view.flags.writeable = True
+        view[...] = values
         array.flags.writeable = writeable
 
 
 def operations(arrays: dict[str, Any], judged: dict[str, Any]) -> int:
     """Return the floating-point operations of attention, masked pairs left out."""
     q, k, v = (arrays[judged[name]] for name in "qkv")
-    call = check_attention(
-        q, k, v, **{name: judged[name] for name in launch_file.OPTIONS if name in judged}
-    )
+    layout = judged.get("layout", "BHSD")
+    options = {n: judged[n] for n in launch_file.OPTIONS if n in judged and n != "layout"}
+    call = check_attention(*(to_bhsd(x, layout) for x in (q, k, v)), **options)
     return 4 * call.head_dim * call.batch * call.heads * rungs.admitted_pairs(call)

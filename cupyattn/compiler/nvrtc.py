@@ -20,7 +20,10 @@ from pathlib import Path
 from cupyattn.errors import UnsupportedError
 
 #: What to do when NVRTC or its headers are not there.
-INSTALL_HINT = """pip install -e ".[cuda13]" in a checkout (or ".[cuda12]" for a CUDA 12 driver)"""
+INSTALL_HINT = (
+    'pip install -e ".[cuda13]" in a checkout (or ".[cuda12]" for a CUDA 12 driver, or '
+    "nvidia-cuda-nvrtc nvidia-cuda-runtime for the interpreter alone)"
+)
 #: Library names that the loader itself may know, newest first.
 SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 #: Folders of the wheels under ``site-packages/nvidia`` that hold the library.

@@ -16,7 +16,7 @@ array([ 0., 10., 20., 30., 40., 50.], dtype=float32)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from typing import Any
 import numpy.typing as npt
 
 from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.binary import Binary
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.errors import KernelLaunchError
+from cupyattn.errors import KernelCompileError, KernelLaunchError
 from cupyattn.interpret import fatbin
 from cupyattn.interpret.executor import Extents, Geometry, extents, run_program
 from cupyattn.interpret.program import Program, entry_points, program, target_of
+from cupyattn.interpret.standard_headers import with_names
 from cupyattn.plans import records
 
 #: The first directive of a PTX module, after comments.
@@ -173,12 +175,34 @@ def _read(
     arch = arch or LEAST_ARCH
     if isinstance(source, Path):
         module = ModuleSpec(source.resolve(), defines)
-        return module, compiler.translate(module, arch).ptx
+        return module, compiled(module, arch, data, compiler.translate).ptx
     if "\n" not in data and "{" not in data:
         raise ValueError(
             f"source must be CUDA C++ or PTX as text, got {data!r}: pass Path({data!r}) for a file"
         )
-    return None, compiler.translate(ModuleSpec(TEXT_NAME, defines), arch, data).ptx
+    return None, compiled(ModuleSpec(TEXT_NAME, defines), arch, data, compiler.translate).ptx
+
+
+def compiled(
+    module: ModuleSpec, arch: str, source: str, build: Callable[[ModuleSpec, str, str], Binary]
+) -> Binary:
+    """Compile a source that may have been written for nvcc.
+
+    Raises
+    ------
+    KernelCompileError
+        If it does not compile. Host code gets a sentence of its own.
+    """
+    try:
+        return build(module, arch, with_names(source))
+    except KernelCompileError as error:
+        if "host functions are not allowed" not in str(error):
+            raise
+        place = re.search(r"\S+\(\d+\)(?=: error:)", str(error))
+        raise KernelCompileError(
+            f"{place[0] if place else module.source}: NVRTC compiles device code alone: put host "
+            "code between #ifndef __CUDACC_RTC__ and #endif"
+        ) from error
 
 
 def text_of(source: Path | bytes) -> str:
@@ -225,8 +249,13 @@ def entry_name(name: str, ptx: str) -> str:
     mangled = [k for k in known if re.match(rf"_ZN?(?:\d+\w+?)??{re.escape(inner)}(?!\d)", k)]
     if len(mangled) == 1:
         return mangled[0]
-    listed = ", ".join(mangled or known) or "none at all"
+    listed = ", ".join(mangled or known)
     several = "several kernels of the name" if mangled else "no entry point"
+    if not known:
+        raise ValueError(
+            f"the PTX has no kernel at all, so none of the name {name!r}: a template needs an "
+            f"instantiation, such as template __global__ void {name}<64>(...);"
+        )
     raise ValueError(f"the PTX has {several} {name!r}: entry must be one of {listed}")
 
 

@@ -15,6 +15,7 @@ from cupyattn import cli
 from cupyattn.cli import docs
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = {"attention.cu", "attention.toml", "launched.py", "library.py"}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -130,8 +131,10 @@ def test_an_installed_package_has_the_pages_and_none_of_their_modules(tmp_path: 
     build = [sys.executable, "setup.py", "-q", "build_py", "--no-compile", "--build-lib", tmp_path]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    packed = {path.name for path in (tmp_path / "cupyattn" / "docs").iterdir()}
+    packed = {path.name for path in (tmp_path / "cupyattn" / "docs").glob("*.*")}
     assert packed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"API.md"}
+    example = {path.name for path in (tmp_path / "cupyattn" / "docs" / "your_kernel").iterdir()}
+    assert example == EXAMPLE
     done = subprocess.run(
         [sys.executable, "-m", "cupyattn", "docs", "glossary"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
@@ -139,3 +142,26 @@ def test_an_installed_package_has_the_pages_and_none_of_their_modules(tmp_path: 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == docs.page_text(ROOT / "docs" / "GLOSSARY.md")
+
+
+def test_an_example_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "mine/attention.cu, " in printed(capsys, "your_kernel", "--example", "mine")
+    assert {path.name for path in Path("mine").iterdir()} == EXAMPLE
+    for topic, says in (("your_kernel", "mine exists"), ("ladder", "ladder has no example folder")):
+        assert cli.main(["docs", topic, "--example", "mine"]) == 2
+        assert says in capsys.readouterr().err
+    assert cli.main(["docs", "--example", "other"]) == 2
+    assert "cupyattn docs your_kernel --example DIR" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "page", ["YOUR_KERNEL", "TESTING", "INTERPRETER", "INSTRUCTIONS", "MATH_REFERENCE"]
+)
+def test_pages_about_any_kernel_lead_to_pages_that_a_wheel_has(page: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / f"{page}.md").read_text("utf-8"),
+                  flags=re.DOTALL | re.MULTILINE)  # fmt: skip
+    links = re.findall(r"\]\((?!http|#)([^)#]+\.md)", text)
+    assert links and {link.removesuffix(".md").lower() for link in links} <= set(docs.topics())

@@ -168,6 +168,27 @@ def test_a_file_without_description_must_be_a_copy_of_a_rung(
         assert status == 2 and "or describe its launch in rows.toml" in printed
 
 
+def test_another_layout(mine: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    """One head of one entry lies the same way in both layouts."""
+    described = re.sub(r"\[1, 1, (\d), 4\]", r"[1, \1, 1, 4]", LAUNCH)
+    Path("rows.toml").write_text(described + 'layout = "BSHD"\n')
+    status, printed = run(capsys, "verify", "rows.cu")
+    assert status == 0, printed
+    assert "verify: passed, 9 distributions" in printed
+
+
+def test_words_of_codes_widen_the_bound(
+    mine: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ratios = []
+    for words in ("", 'qk = "int8"\n', 'v_codes = "e4m3"\n', "exponential = 0.01\n"):
+        Path("rows.toml").write_text(LAUNCH + words)
+        status, printed = run(capsys, "verify", "rows.cu", "--distribution", "normal")
+        assert status == 0, printed
+        ratios.append(float(printed.split()[-1]))
+    assert all(wider < ratios[0] / 2 for wider in ratios[1:]), ratios
+
+
 # ---- profile -------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,9 @@ def test_the_wheel_holds_kernels_and_data_inside_the_package(built: Path) -> Non
     data = {path.name for path in (ROOT / "experiments" / "data").iterdir() if path.is_file()}
     assert {name.rpartition("/")[2] for name in names if name.startswith("cupyattn/data/")} == data
     pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"API.md"}
-    assert {name.rpartition("/")[2] for name in names if name.startswith("cupyattn/docs/")} == pages
+    example = {f"your_kernel/{x.name}" for x in (ROOT / "examples" / "your_kernel").glob("*.*")}
+    place = "cupyattn/docs/"
+    assert {n.removeprefix(place) for n in names if n.startswith(place)} == pages | example
     for table in ("measure/whole_gains.json", "diffusion/advice_rates.json"):
         assert f"cupyattn/{table}" in names
     tops = {name.partition("/")[0] for name in names}
@@ -152,7 +154,10 @@ def test_it_works_in_an_empty_environment(
         for name in ("numpy_script.py", "calibrate_recorded.py"):
             script = shutil.copy(ROOT / "examples" / name, tmp_path)
             seen += run(core, script, *["--quick"] * (name != "numpy_script.py"), cwd=tmp_path)
-        seen += run(core.with_name("cupyattn"), "docs", "tutorial", cwd=tmp_path)
+        command = core.with_name("cupyattn")
+        seen += run(command, "docs", "tutorial", cwd=tmp_path)
+        run(command, "docs", "your_kernel", "--example", "mine", cwd=tmp_path)
+        assert (tmp_path / "mine" / "attention.toml").is_file()
     finally:
         run(core, "-m", "pip", "uninstall", "--quiet", "--yes", "cupyattn", cwd=tmp_path)
     print(seen)

@@ -66,8 +66,8 @@ def test_a_command_prints_what_the_page_says(
     assert checker.check_output(f"{wanted.rstrip()}...", printed, FLAGS), printed[:1500]
 
 
-def test_there_are_eight() -> None:
-    assert len(CONSOLE) == 8
+def test_there_are_nine() -> None:
+    assert len(CONSOLE) == 9
 
 
 def test_the_page_says_how_many_mutants_the_example_has() -> None:

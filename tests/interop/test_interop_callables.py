@@ -111,3 +111,49 @@ def test_options_that_do_not_go_together_are_one_at_a_time() -> None:
 def test_every_library_names_options_that_there_are() -> None:
     for library in LIBRARIES.values():
         assert set(library.names) <= set(LIBRARIES["numpy"].names)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+SKEWED = """
+import torch
+
+class Skewed(torch.autograd.Function):
+    \"\"\"A gradient of v that loses its last key.\"\"\"
+
+    @staticmethod
+    def forward(ctx, v):
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[:, :, -1:] = 0
+        return grad
+
+def attention(q, k, v, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, Skewed.apply(v), scale=scale, enable_gqa=True)
+"""
+
+
+def test_gradients_of_torchs_attention_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--library", "sdpa", "--device", "cpu", "--problems", "4")
+    assert passes(capsys, SDPA, "--gradients", *few)
+
+
+@pytest.mark.slow
+def test_gradients_of_jaxs_attention_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--options", "scale", "causal", "--problems", "4", "--dtypes", "float32", "bfloat16")
+    jax = "jax.nn:dot_product_attention"
+    assert passes(capsys, jax, "--gradients", "--library", "jax", *limits)
+
+
+def test_a_wrong_backward_is_found_and_left(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("skewed.py").write_text(SKEWED)
+    few = ("--library", "torch", "--device", "cpu", "--problems", "10", "--dtypes", "float32")
+    assert passes(capsys, "skewed.py:attention", *few)
+    assert not passes(capsys, "skewed.py:attention", "--gradients", *few)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path("judged.py")
+    assert stopped.value.code == 1 and "dv is OUTSIDE its bound" in capsys.readouterr().out

@@ -255,3 +255,46 @@ def test_what_is_not_modelled_is_named_with_its_line() -> None:
     text = PTX.replace("shl.b32 %r3, %r2, 1;", "vadd4.u32.u32.u32 %r3, %r2, %r2, %r2;")
     with pytest.raises(UnsupportedError, match=r"vadd4.u32.u32.u32 \(PTX line 12"):
         interpret.launch(text, "twice", 1, 4, [np.zeros(4, np.int32)])
+
+
+#: What nvcc knows without a word, and NVRTC does not.
+STANDARD = """#include <cuda_runtime.h>
+#include <stdint.h>
+#include <math.h>
+#include <cassert>
+__global__ void largest(const float* x, float* y, int n) {
+  assert(n > 0);
+  float m = -INFINITY;
+  for (uint32_t i = 0; i < n; ++i) m = fmaxf(m, x[i]);
+  *y = m == -INFINITY ? FLT_MAX : m;
+}
+#ifndef __CUDACC_RTC__
+int main() {}
+#endif
+"""
+
+
+def test_a_source_for_nvcc_compiles_and_lines_keep_their_numbers() -> None:
+    x, y = np.float32([3, 7, 5]), np.zeros(1, np.float32)
+    stops: list[interpret.Stop] = []
+    with interpret.observe(interpret.Break("source.cu", 8, stops.append)):
+        interpret.launch(STANDARD, "largest", 1, 1, (x, y, np.int32(3)))
+    assert y[0] == 7 and stops
+    with pytest.raises(interpret.KernelFault) as caught:
+        interpret.launch(STANDARD, "largest", 1, 1, (x, y, np.int32(0)))
+    location = caught.value.finding.location
+    assert caught.value.finding.kind == "trap" and location is not None and location.line == 6
+    with pytest.raises(KernelCompileError, match=r'\(7\): error: identifier "nothing"'):
+        interpret.launch(STANDARD.replace("-INFINITY;", "nothing;"), "largest", 1, 1, (x, y))
+
+
+def test_host_code_and_templates_get_a_sentence_each() -> None:
+    host = "__global__ void k(int* x) {}\nvoid run(int* x) { k<<<1, 1>>>(x); }\n"
+    with pytest.raises(KernelCompileError, match=r"source.cu\(2\): NVRTC compiles device code al"):
+        interpret.launch(host, "k", 1, 1, [np.zeros(1, np.int32)])
+    template = "template <int N> __global__ void k(int* x) { x[0] = N; }\n"
+    with pytest.raises(ValueError, match="no kernel at all, so none of the name 'k': a template"):
+        interpret.launch(template, "k", 1, 1, [np.zeros(1, np.int32)])
+    x = np.zeros(1, np.int32)
+    interpret.launch(template + "template __global__ void k<7>(int*);\n", "k", 1, 1, [x])
+    assert x[0] == 7
