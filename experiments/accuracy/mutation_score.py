@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
+import pickle
 import random
 import re
+import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,10 @@ from experiments._harness.small_calls import small_calls
 
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
-#: Seconds for a call, which takes less than one without a fault.
-SECONDS = 30.0
+#: CPU seconds for a call, which takes at most three without a fault.
+SECONDS = 20
+#: Compiles in a third of the time, with few optimisations.
+FAST = "--Ofast-compile=max"
 #: What became of a fault.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
@@ -66,36 +70,72 @@ class Call:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The calls without a fault; of each module its machine code, files, and lines with code."""
+    """The calls without a fault; of each module its machine code, files, and lines with code.
+
+    `fast_code` is the machine code with few optimisations.
+    """
 
     calls: tuple[Call, ...]
     code: Mapping[Module, str]
+    fast_code: Mapping[Module, str | None]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
 
 
-def baseline() -> Baseline:
-    """Run every call once; raise AssertionError if one is wrong without a fault."""
+def baseline(kept: Path | None = None) -> Baseline:
+    """Run every call once; raise AssertionError if one is wrong without a fault.
+
+    `kept` is a file in which calls of the same sources stand already, or are written.
+    """
+    found: dict[str, tuple[float, frozenset[Module]]] = {}
+    calls, stamp = small_calls(), _stamp()
+    if kept is not None and kept.exists():
+        old_stamp, old = pickle.loads(kept.read_bytes())
+        found = {name: one for name, one in old.items() if old_stamp == stamp and name in calls}
+    for name in calls.keys() - found.keys():
+        found[name] = _unharmed(name, calls[name])
+    if kept is not None:
+        kept.write_bytes(pickle.dumps((stamp, found)))
+    code, fast, lines = {}, {}, {}
+    for module in {one for _, modules in found.values() for one in modules}:
+        ptx = compiler.translate(*module).ptx
+        code[module], lines[module] = machine_code(ptx), lines_with_code(ptx)
+        fast[module] = fast_code(module)
+    files = {module: frozenset(reached(module[0])) for module in code}
+    of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
+    return Baseline(of_calls, code, fast, files, lines)
+
+
+def _stamp() -> str:
+    """Return a hash of all sources that a call depends on."""
+    folders = compiler.KERNELS, recording.ROOT / "cupyattn", recording.ROOT / "experiments/_harness"
+    files = [x for folder in folders for x in folder.rglob("*.*")]
+    found = sorted(x for x in files if x.suffix in (".cu", ".cuh", ".py"))
+    return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
+
+
+def _unharmed(name: str, run: Callable[[], str]) -> tuple[float, frozenset[Module]]:
+    """Run a call without a fault; return its CPU seconds and the modules that it compiles."""
     translate, seen = compiler.translate, set()
 
     def watched(spec: ModuleSpec, arch: str, source: str | None = None) -> Any:
         seen.add((spec, arch))
         return translate(spec, arch, source)
 
-    calls: list[Call] = []
-    code, lines = {}, {}
-    for name, run in small_calls().items():
-        seen.clear()
-        start = time.process_time()
-        with mock.patch.object(compiler, "translate", watched):
-            said = run()
-        assert not said, f"{name} is wrong without a fault: {said}"
-        calls.append(Call(name, run, time.process_time() - start, frozenset(seen)))
-    for module in {one for call in calls for one in call.modules}:
-        ptx = translate(*module).ptx
-        code[module], lines[module] = machine_code(ptx), lines_with_code(ptx)
-    files = {module: frozenset(reached(module[0])) for module in code}
-    return Baseline(tuple(calls), code, files, lines)
+    start = time.process_time()
+    with mock.patch.object(compiler, "translate", watched):
+        said = run()
+    assert not said, f"{name} is wrong without a fault: {said}"
+    return time.process_time() - start, frozenset(seen)
+
+
+def fast_code(module: Module) -> str | None:
+    """Return the machine code of a module with few optimisations; None if it has none."""
+    with mock.patch.object(compiler, "OPTIONS", (*compiler.OPTIONS, FAST)):
+        try:
+            return machine_code(compiler.translate(*module).ptx)
+        except KernelCompileError:
+            return None
 
 
 def lines_with_code(ptx: str) -> frozenset[tuple[str, int]]:
@@ -150,14 +190,20 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     """Compile and run call after call until one notices the fault that is in place."""
     changed: dict[Module, bool] = {}
 
+    def has_line(module: Module) -> bool:
+        return (Path(file).name, line) in known.lines[module]
+
     def is_changed(module: Module) -> bool:
         if module not in changed:
-            changed[module] = machine_code(compiler.translate(*module).ptx) != known.code[module]
+            fast = known.fast_code[module]
+            # What is the same program with few optimisations is so with all.
+            changed[module] = (has_line(module) or fast is None or fast_code(module) != fast) and (
+                machine_code(compiler.translate(*module).ptx) != known.code[module]
+            )
         return changed[module]
 
     def order(call: Call) -> tuple[bool, float]:
-        of_line = any((Path(file).name, line) in known.lines[one] for one in call.modules)
-        return not of_line, call.seconds
+        return not any(map(has_line, call.modules)), call.seconds
 
     start, ran = time.monotonic(), 0
     for call in sorted(known.calls, key=order):
@@ -183,22 +229,18 @@ def _noticed(call: Call) -> str:
     if child == 0:
         try:
             os.close(reading)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
             os.write(writing, json.dumps(_said(call)).encode())
         finally:
             os._exit(0)
     os.close(writing)
-    end, ended = time.monotonic() + SECONDS, False
-    while not ended and time.monotonic() < end:
-        ended = os.waitpid(child, os.WNOHANG) != (0, 0)
-        time.sleep(0.01)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
     with os.fdopen(reading, "rb") as file:
         text = file.read().decode()
+    _, status = os.waitpid(child, 0)
     if text:
         return str(json.loads(text))
-    return "the process ended" if ended else f"does not end in {SECONDS:g} s"
+    late = f"does not end in {SECONDS} CPU seconds"
+    return late if os.WIFSIGNALED(status) else "the process ended"
 
 
 def _said(call: Call) -> str:
@@ -213,7 +255,7 @@ def _said(call: Call) -> str:
 def experiment(args: Any) -> int:
     """Draw faults until enough change the code of some call."""
     target = args.json or recording.RESULTS / "mutation_score.json"
-    known = baseline()
+    known = baseline(args.baseline)
     files = {name for one in known.files.values() for name in one}
     order = drawn(files, args.seed)
     if args.again is not None:
@@ -234,10 +276,8 @@ def experiment(args: Any) -> int:
         content["faults"] = kept["faults"]
     faults = content["faults"]
     counted = sum(one["became"] in (NOTICED, SURVIVED) for one in faults)
-    for file, fault in order[len(faults) :]:
-        if counted >= args.faults:
-            break
-        found = became(file, fault, known)
+    left = order[len(faults) :] if counted < args.faults else []
+    for (file, fault), found in zip(left, _in_turn(left, known, args.jobs), strict=True):
         place = {"file": file, "name": fault.name, "kind": fault.kind, "line": fault.line}
         text = {"before": fault.before.strip(), "after": fault.after.strip()}
         faults.append({**place, **text, **found})
@@ -246,7 +286,30 @@ def experiment(args: Any) -> int:
         args.json = target
         with open(os.devnull, "w") as quiet, mock.patch.object(sys, "stdout", quiet):
             recording.keep(args, "mutation_score", "interpret", content)
+        if counted >= args.faults:
+            break
     return 0
+
+
+#: Of the processes that take faults in turn: the faults, and the calls.
+_SHARED: list[Any] = []
+
+
+def _in_turn(
+    order: Sequence[tuple[str, Mutant]], known: Baseline, jobs: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what became of each fault, in their order, from so many processes."""
+    _SHARED[:] = order, known
+    if jobs == 1:
+        yield from map(_became_of, range(len(order)))
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(_became_of, range(len(order)))
+
+
+def _became_of(number: int) -> dict[str, Any]:
+    order, known = _SHARED
+    return became(*order[number], known)
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
@@ -310,6 +373,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = recording.parser(__doc__)
     parser.add_argument("--faults", type=int, default=300, metavar="N", help="to run (300)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    kept = "keep what calls take and compile there, and read it if no source differs"
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help=kept)
     again = "run the survivors of this record, give --json, too"
     parser.add_argument("--again", type=Path, metavar="FILE", help=again)
     recording.add_page_arguments(parser)

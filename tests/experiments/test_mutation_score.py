@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     files = {module: frozenset(mutation_score.reached(module[0]))}
     lines = {module: mutation_score.lines_with_code(ptx)}
     call = Call("multiplies", multiplies, 0.1, frozenset({module}))
-    return Baseline((call,), {module: machine_code(ptx)}, files, lines)
+    fast = {module: mutation_score.fast_code(module)}
+    return Baseline((call,), {module: machine_code(ptx)}, fast, files, lines)
 
 
 def multiplies() -> str:
@@ -60,6 +62,42 @@ def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
     assert (wrong["became"], wrong["by"], wrong["why"]) == ("noticed", "multiplies", "wrong")
     fault = found("part.cuh", PART.strip().replace("3.0f", "6.0f"), known)
     assert fault["became"] == "noticed" and fault["why"] == "finding: race"
+
+
+def test_a_call_that_does_not_end_is_stopped(known: Baseline, monkeypatch: Any) -> None:
+    def endless() -> str:
+        while True:
+            pass
+
+    monkeypatch.setattr(mutation_score, "SECONDS", 1)
+    call = replace(known.calls[0], run=endless)
+    wrong = replace(known, calls=(call,))
+    after = PART.strip().replace("x * 3.0f", "x")
+    assert found("part.cuh", after, wrong)["why"] == "does not end in 1 CPU seconds"
+
+
+def test_calls_are_read_again_if_no_source_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(
+        mutation_score, "small_calls", lambda: {n: lambda n=n: ran.append(n) or "" for n in "ab"}
+    )
+    stamps = iter("1112")
+    monkeypatch.setattr(mutation_score, "_stamp", lambda: next(stamps))
+    for _ in range(3):
+        mutation_score.baseline(tmp_path / "kept")
+    assert sorted(ran) == ["a", "b"]
+    mutation_score.baseline(tmp_path / "kept")
+    assert sorted(ran) == ["a", "a", "b", "b"]
+
+
+def test_faults_keep_their_order_in_several_processes(known: Baseline) -> None:
+    text = (compiler.KERNELS / "part.cuh").read_text()
+    order = [("part.cuh", one) for one in mutants(text)]
+    alone, several = (list(mutation_score._in_turn(order, known, jobs)) for jobs in (1, 2))
+    assert [x["became"] for x in alone] == [x["became"] for x in several]
+    assert {x["became"] for x in alone} == {"noticed"}
 
 
 def test_the_seed_decides_the_order() -> None:
