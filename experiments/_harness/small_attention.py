@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,15 @@ from cupyattn.ops.explain import plans
 from cupyattn.testing import judge
 from experiments._harness.few_blocks import hopper_blocks
 from experiments._harness.small_inputs import (
-    BATCH, FEWER, HEADS, HEADS_KV, HEAD_DIM, LENGTHS, PACKED, added, arrays,
+    BATCH,
+    FEWER,
+    HEAD_DIM,
+    HEADS,
+    HEADS_KV,
+    LENGTHS,
+    PACKED,
+    added,
+    arrays,
 )  # fmt: skip
 
 #: A rung: variant, architecture (None: portable), type of its operands, how it quantises.
@@ -268,10 +277,10 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]
     for by in ("token", "thread", "block"):
         coded = replace(quant, granularity_q=by, granularity_k=by)
         zeros = variant, arch, dtype, replace(coded, symmetric=False)
-        calls[f"zero points: {by}"] = lambda of=zeros: attend(of, shifted, {"causal": True})  # type: ignore[misc]
+        calls[f"zero points: {by}"] = partial(attend, zeros, shifted, {"causal": True})
         even = variant, arch, dtype, coded
         if by != quant.granularity_q:
-            calls[f"scales: {by}"] = lambda of=even: attend(of, fewer, {})  # type: ignore[misc]
+            calls[f"scales: {by}"] = partial(attend, even, fewer, {})
     if not quant.fused:
         inside = variant, arch, dtype, replace(quant, smooth_k=False)
         calls["codes made inside"] = lambda: attend(
@@ -312,5 +321,5 @@ def _prepared_calls() -> dict[str, Callable[[], str]]:
                 given["qk_norm"] = weights
             label = f"rope {'pairs' if pairs else 'halves'}, {name}"
             of = "fa_tc", None, dtype, None
-            calls[f"fa_tc: {label}"] = lambda i=inputs, g=given, r=of: attend(r, i, g)  # type: ignore[misc]
+            calls[f"fa_tc: {label}"] = partial(attend, of, inputs, given)
     return calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ CONFIGS = {
 }
 
 
-def _quantized(
+def quantized(
     quant: Any, lengths: tuple[int, int], dtype: str, head_dim: int, heads: tuple[int, int] = (4, 2)
 ) -> str:
     """Make codes in the interpreter, and compare them with the mirror's."""
@@ -62,7 +63,7 @@ def code_calls() -> dict[str, Callable[[], str]]:
     for number, (name, quant) in enumerate(CONFIGS.items()):
         for dtype, head_dim in (types[0], types[1 + number % 2]):
             how = quant, LENGTHS, dtype, head_dim
-            calls[f"quantize: {name}, {dtype}"] = lambda h=how: _quantized(*h)  # type: ignore[misc]
+            calls[f"quantize: {name}, {dtype}"] = partial(quantized, *how)
     long = ca.QuantConfig(pv="int8"), (1100, 1100), "float16", 24, (1, 1)
-    calls["quantize: many rows"] = lambda: _quantized(*long)
+    calls["quantize: many rows"] = lambda: quantized(*long)
     return calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,14 @@ import cupyattn as ca
 from cupyattn.gradients.judge import judge_backward
 from cupyattn.reference import attention_exact
 from experiments._harness.small_inputs import (
-    BATCH, FEWER, HEADS, HEADS_KV, PACKED, added, arrays, normal,
+    BATCH,
+    FEWER,
+    HEADS,
+    HEADS_KV,
+    PACKED,
+    added,
+    arrays,
+    normal,
 )  # fmt: skip
 
 
@@ -20,7 +28,7 @@ def _judged(found: Any, received: Any, options: dict[str, Any]) -> str:
     return "" if report.passed else str(report).splitlines()[0]
 
 
-def _gradients(
+def gradients(
     options: dict[str, Any], factor: float = 1.0, lengths: tuple[int, int] = (140, 200),
     head_dim: int = 64, heads: tuple[int, int] = (HEADS, HEADS_KV), **how: Any,
 ) -> str:  # fmt: skip
@@ -97,8 +105,8 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
         for name, (options, how) in calls.items():
             if form == "ordered" or name in ("causal", "large scores", "coarse lse", "of lse"):
                 given = {"deterministic": deterministic, **how}
-                made[f"backward, {form}: {name}"] = lambda o=options, g=given: _gradients(o, **g)  # type: ignore[misc]
-        made[f"backward, {form}: packed"] = lambda d=deterministic: _packed(40, deterministic=d)  # type: ignore[misc]
+                made[f"backward, {form}: {name}"] = partial(gradients, options, **given)
+        made[f"backward, {form}: packed"] = partial(_packed, 40, deterministic=deterministic)
     one: dict[str, Any] = {"batch": 1, "heads": (2, 1)}
     lse_of_two = d_lse[:1, :2]
     hopper: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -115,7 +123,7 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
     for form, deterministic in (("ordered", True), ("atomic", False)):
         for name, (options, how) in hopper.items():
             given = {**one, **how, "deterministic": deterministic, "arch": "sm_90a"}
-            made[f"backward, sm90 {form}: {name}"] = lambda o=options, g=given: _gradients(o, **g)  # type: ignore[misc]
+            made[f"backward, sm90 {form}: {name}"] = partial(gradients, options, **given)
         given = {"deterministic": deterministic, "arch": "sm_90a"}
-        made[f"backward, sm90 {form}: packed"] = lambda g=given: _packed(64, **g)  # type: ignore[misc]
+        made[f"backward, sm90 {form}: packed"] = partial(_packed, 64, **given)
     return made

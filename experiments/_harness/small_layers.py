@@ -6,6 +6,7 @@ Codes and copies are compared with the mirror bit for bit, other numbers with th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -54,14 +55,14 @@ def _uneven(rng: Any, shape: tuple[int, int], dtype: str) -> Any:
     return wide[:, : shape[1]]
 
 
-def _codes(function: Any, shape: tuple[int, int], dtype: str, strategy: str) -> str:
+def codes(function: Any, shape: tuple[int, int], dtype: str, strategy: str) -> str:
     """Quantise activations or a weight by the kernel and the mirror."""
     x = _uneven(np.random.default_rng(3), shape, dtype)
     given = {"strategy": strategy}
     return _same(function(x, backend="interpret", **given), function(x, **given))
 
 
-def _weight(shape: tuple[int, ...], dtype: str, block: int) -> str:
+def weight(shape: tuple[int, ...], dtype: str, block: int) -> str:
     """Quantise a weight in blocks and back, by the kernels and the mirror."""
     w = _uneven(np.random.default_rng(4), (shape[0], int(np.prod(shape[1:]))), dtype)
     w = w.reshape(shape)
@@ -72,7 +73,7 @@ def _weight(shape: tuple[int, ...], dtype: str, block: int) -> str:
     return _same((*found, again), (*made, back))
 
 
-def _product(
+def product(
     shape: tuple[int, int, int], tiles: GemmTiles | None, arch: str | None, *,
     strategy: str = "block", activation: str = "", bias: bool = False, outliers: int = 0,
     gates: int | None = None, out_dtype: str = "float32", blocks: int | None = None,
@@ -108,7 +109,7 @@ def _product(
     return "" if worst <= 1 else f"{worst:.3g} of the bound of a product"
 
 
-def _norm(shape: tuple[int, ...], dtype: str, vectors: str, groups: int = 1, **steps: Any) -> str:
+def norm(shape: tuple[int, ...], dtype: str, vectors: str, groups: int = 1, **steps: Any) -> str:
     """Normalise, rotate and quantise rows by the kernel and the mirror; `vectors` are name:type.
 
     An activation is approximated, and then codes are held to their bound.
@@ -136,14 +137,15 @@ def _norm_bound(found: Any, arrays: dict[str, Any], steps: dict[str, Any]) -> st
     codes, scales = (y.reshape(len(x), -1) for y in found)
     every = codes.shape[1] if scales.shape[1] == 1 else 128
     values = codes * np.repeat(scales.astype(np.float64), every, axis=1)[:, : codes.shape[1]]
-    exact, bound = norm_quant_exact(x, settled, vectors), norm_quant_error(x, scales, settled, vectors)
+    exact = norm_quant_exact(x, settled, vectors)
+    bound = norm_quant_error(x, scales, settled, vectors)
     worst = ratio_to_bound(values, exact, bound).max(initial=0.0)
-    if not np.abs(codes).max() == 127:
+    if np.abs(codes).max() != 127:
         return "no code is 127"
     return "" if worst <= 1 else f"{worst:.3g} of the bound of codes"
 
 
-def _importance(
+def importance(
     heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, rows: int, arch: str | None,
     waves: int | None = None,
 ) -> str:  # fmt: skip
@@ -167,7 +169,7 @@ def _importance(
     return "" if (np.abs(found - exact) <= bound).all() else "importance past its bound"
 
 
-def _kept(length: int, count: int, dtype: str, head_dim: int) -> str:
+def kept(length: int, count: int, dtype: str, head_dim: int) -> str:
     """Keep some keys, and compare them with the mirror's choice."""
     rng = np.random.default_rng(9)
     values = np.float32([0, 2.0**-149, 0.25, 0.25, 1, np.inf, np.nan])
@@ -179,7 +181,7 @@ def _kept(length: int, count: int, dtype: str, head_dim: int) -> str:
     return _same(found, want)
 
 
-def _merged(dtype: str, head_dim: int, count: int, spread: float = 3.0) -> str:
+def partials(dtype: str, head_dim: int, count: int, spread: float = 3.0) -> str:
     """Merge partial results over some keys each, and hold the sum to its bound."""
     rng = np.random.default_rng(10)
     parts = []
@@ -191,13 +193,14 @@ def _merged(dtype: str, head_dim: int, count: int, spread: float = 3.0) -> str:
             nothing[:, :, :5] = True
         o[nothing], lse[nothing] = 0, -np.inf
         parts.append((o, lse))
-    partial = Partial(parts[0][0], "interpret")
+    total = Partial(parts[0][0], "interpret")
     for number, (o, lse) in enumerate(parts):
         last = number + 1 == count
         rows = slice(5 if last else 0, 70)
         wide = np.zeros((*o.shape[:3], head_dim + 8), o.dtype)
         wide[..., :head_dim] = o
-        partial.add((rows.start, 70), wide[:, :, rows, :head_dim], lse[:, :, rows].copy(), last=last)
+        some = wide[:, :, rows, :head_dim], lse[:, :, rows].copy()
+        total.add((rows.start, 70), *some, last=last)
     exact = merged(
         [
             Expected(as_float64(o), lse.astype(np.float64), np.zeros(o.shape), np.zeros(lse.shape))
@@ -205,10 +208,11 @@ def _merged(dtype: str, head_dim: int, count: int, spread: float = 3.0) -> str:
         ],
         dtype,
     )
-    o, lse = (as_float64(x) for x in partial.result())
+    o, lse = (as_float64(x) for x in total.result())
     worst = max(
-        ratio_to_bound(o, exact.o, exact.bound).max(), ratio_to_bound(lse, exact.lse, exact.lse_bound).max()
-    )  # fmt: skip
+        ratio_to_bound(o, exact.o, exact.bound).max(),
+        ratio_to_bound(lse, exact.lse, exact.lse_bound).max(),
+    )
     return "" if worst <= 1 else f"{worst:.3g} of the bound of a merge"
 
 
@@ -243,80 +247,97 @@ def _layer(kept: int, activation: str | None) -> str:
 def layer_calls() -> dict[str, Callable[[], str]]:
     """Return the calls by name."""
     c: dict[str, Callable[[], str]] = {}
-    for name, function in (("activations", ca.act_quant), ("weight rows", ca.weight_quant)):
-        for dtype, channels in (("float16", 260), ("float32", 200), ("bfloat16", 1283)):
-            shape = (37, channels)
-            c[f"{name} by row: {dtype}"] = lambda f=function, s=shape, d=dtype: _codes(f, s, d, "channel")  # type: ignore[misc]
-            if function is ca.act_quant:
-                c[f"{name} by block: {dtype}"] = lambda s=shape, d=dtype: _codes(ca.act_quant, s, d, "block")  # type: ignore[misc]
-    for shape, dtype, block in (
+    for dtype, channels in (("float16", 260), ("float32", 200), ("bfloat16", 1283)):
+        shape = 37, channels
+        c[f"activations by row: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "channel")
+        c[f"activations by block: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "block")
+        c[f"weight by row: {dtype}"] = partial(codes, ca.weight_quant, shape, dtype, "channel")
+    weights: tuple[tuple[tuple[int, ...], str, int], ...] = (
         ((130, 264), "float16", 128), ((129, 132), "float32", 128), ((33, 70), "bfloat16", 30),
         ((50, 40), "bfloat16", 16), ((100, 90), "float32", 45), ((9, 5, 3, 4), "float16", 7),
+    )  # fmt: skip
+    for one in weights:
+        c[f"weight by block: {one[0]}, {one[2]}"] = partial(weight, *one)
+    for heads, lengths, head_dim, rows, arch, waves in (
+        ((2, 1), (83, 150), 16, 41, None, None), ((6, 2), (33, 131), 40, 32, None, None),
+        ((1, 1), (9, 1100), 16, 8, None, None), ((1, 1), (5, 70), 160, 4, None, None),
+        ((6, 2), (33, 77), 40, 41, "sm_90a", 1), ((5, 5), (9, 1000), 64, 8, "sm_90a", 1),
+        ((1, 1), (64, 2049), 16, 32, "sm_90a", None), ((2, 1), (5, 600), 160, 4, "sm_90a", None),
     ):  # fmt: skip
-        c[f"weight by block: {shape}, {block}"] = lambda s=shape, d=dtype, b=block: _weight(s, d, b)  # type: ignore[misc]
-    hopper, wide = GemmTiles(64, 64, 8, 2), GemmTiles(64, 64, 8, 2, tail_splits=2)
-    products: dict[str, tuple[Any, ...]] = {
-        "blocks": ((70, 68, 400), SMALL, None, {"bias": True, "activation": "gelu"}),
-        "blocks, outliers": ((40, 36, 200), SMALL, None, {"outliers": 9, "out_dtype": "float16"}),
-        "blocks, gates": ((42, 36, 200), SMALL, None, {"gates": 3, "activation": "gelu_tanh"}),
-        "blocks, swiglu": ((40, 72, 200), SMALL, None, {"activation": "swiglu", "bias": True}),
-        "rows": ((70, 68, 400), SMALL, None, {"strategy": "channel", "bias": True}),
-        "rows, silu": ((33, 40, 160), SMALL, None, {
-            "strategy": "channel", "activation": "silu", "gates": 0, "out_dtype": "bfloat16"}),
-        "rows, geglu": ((33, 40, 160), SMALL, None, {"strategy": "channel", "activation": "geglu"}),
-        "split": ((70, 68, 900), GemmTiles(32, 32, 2, 2, 2), "sm_90", {"bias": True}),
-        "sm90 blocks": ((150, 140, 912), hopper, "sm_90a", {"bias": True, "activation": "gelu"}),
-        "sm90 blocks, outliers": ((70, 140, 304), hopper, "sm_90a", {"outliers": 16, "gates": 2}),
-        "sm90 rows": ((150, 140, 704), hopper, "sm_90a", {"strategy": "channel", "bias": True}),
-        "sm90 rows, swiglu": ((70, 140, 304), hopper, "sm_90a", {
-            "strategy": "channel", "activation": "swiglu", "out_dtype": "float16"}),
-        "sm90 split": ((150, 140, 912), GemmTiles(64, 64, 8, 2, 2), "sm_90a", {}),
-        "sm90 last wave split": ((150, 140, 400), wide, "sm_90a", {"blocks": 4}),
-        "sm90 few blocks": ((150, 140, 400), hopper, "sm_90a", {"blocks": 2, "bias": True}),
-        "sm90 rows, few blocks": (
-            (150, 140, 400), hopper, "sm_90a", {"blocks": 2, "strategy": "channel"}),
-    }  # fmt: skip
-    for name, (shape, tiles, arch, how) in products.items():
-        c[f"product: {name}"] = lambda s=shape, t=tiles, a=arch, h=how: _product(s, t, a, **h)  # type: ignore[misc]
-    modulated = "scale:float16 shift:float16"
-    norms: dict[str, tuple[Any, ...]] = {
-        "layer": ((5, 192), "float16", "", 1, {"norm": "layer"}),
-        "layer, by token": ((2, 3, 1536), "float16", modulated, 6, {"norm": "layer"}),
-        "layer, weight": ((3, 1024), "bfloat16", "weight:bfloat16 bias:bfloat16", 1, {"norm": "layer"}),
-        "rms, all": ((4, 640), "float16", "weight:float32 bias:float32 scale:bfloat16 shift:bfloat16", 2, {"norm": "rms"}),
-        "shift": ((3, 264), "float32", "shift:float32", 1, {}),
-        "odd width": ((3, 333), "float16", "weight:float16 scale:float32", 1, {"norm": "layer"}),
-        "blocks": ((3, 1152), "float16", modulated, 1, {"norm": "layer", "strategy": "block"}),
-        "blocks, odd width": ((5, 300), "float32", "", 1, {"norm": "rms", "strategy": "block"}),
-        "rotated by 256": ((3, 1536), "float16", modulated, 1, {"norm": "layer", "rotate": "hadamard"}),
-        "rotated by 128": ((3, 1152), "bfloat16", "", 1, {"norm": "rms", "rotate": "hadamard"}),
-        "rotated by 64": ((5, 192), "float32", "weight:float32", 1, {"rotate": "hadamard"}),
-        "large eps": ((3, 256), "float16", "", 1, {"norm": "rms", "eps": 0.5}),
-        "gelu": ((4, 512), "float16", "", 1, {"activation": "gelu"}),
-        "gelu_tanh, rotated": ((4, 768), "float16", "", 1, {"activation": "gelu_tanh", "rotate": "hadamard"}),
-        "silu": ((4, 256), "float16", modulated, 1, {"norm": "rms", "activation": "silu", "rotate": "hadamard"}),
-        "swiglu": ((4, 384), "bfloat16", "", 1, {"activation": "swiglu", "strategy": "block"}),
-        "16 warps": ((3, 13_824), "float16", modulated, 1, {"norm": "layer", "rotate": "hadamard"}),
-    }  # fmt: skip
-    for name, (shape, dtype, vectors, groups, steps) in norms.items():
-        c[f"norm_quant: {name}"] = lambda s=shape, d=dtype, v=vectors, g=groups, h=steps: _norm(s, d, v, g, **h)  # type: ignore[misc]
-    for name, how in {
-        "two chunks": ((2, 1), (83, 150), 16, 41, None),
-        "groups": ((6, 2), (33, 131), 40, 32, None),
-        "slices": ((1, 1), (9, 1100), 16, 8, None),
-        "wide rows": ((1, 1), (5, 70), 160, 4, None),
-        "sm90, groups": ((6, 2), (33, 77), 40, 41, "sm_90a", 1),
-        "sm90, two blocks": ((5, 5), (9, 1000), 64, 8, "sm_90a", 1),
-        "sm90, clusters": ((1, 1), (64, 2049), 16, 32, "sm_90a"),
-        "sm90, wide rows": ((2, 1), (5, 600), 160, 4, "sm_90a"),
-    }.items():
-        c[f"importance: {name}"] = lambda h=how: _importance(*h)  # type: ignore[misc]
-    for length, count, dtype, head_dim in ((33, 7, "float16", 16), (1100, 330, "float32", 34),
-                                           (75, 60, "bfloat16", 7), (517, 516, "float16", 20)):  # fmt: skip
-        c[f"kept keys: {count} of {length}"] = lambda h=(length, count, dtype, head_dim): _kept(*h)  # type: ignore[misc]
+        c[f"importance: {arch or 'portable'}, {heads}, {lengths}, {head_dim}"] = partial(
+            importance, heads, lengths, head_dim, rows, arch, waves
+        )
+    for length, count, dtype, head_dim in (
+        (33, 7, "float16", 16), (1100, 330, "float32", 34), (75, 60, "bfloat16", 7),
+        (517, 516, "float16", 20),
+    ):  # fmt: skip
+        c[f"kept keys: {count} of {length}"] = partial(kept, length, count, dtype, head_dim)
     for dtype, head_dim, count in (("float16", 128, 2), ("bfloat16", 17, 4), ("float32", 40, 3)):
-        c[f"merge: {dtype}"] = lambda h=(dtype, head_dim, count): _merged(*h)  # type: ignore[misc]
-    c["merge: far apart"] = lambda: _merged("float16", 36, 3, 60.0)
-    c["4 bits: bytes"], c["4 bits: words"] = lambda: _unpacked(7, 3), lambda: _unpacked(40, 12)
-    c["layer"], c["layer, outliers"] = lambda: _layer(0, None), lambda: _layer(9, "gelu")
-    return c
+        c[f"merge: {dtype}"] = partial(partials, dtype, head_dim, count)
+    c["merge: far apart"] = partial(partials, "float16", 36, 3, 60.0)
+    c["4 bits: bytes"], c["4 bits: words"] = partial(_unpacked, 7, 3), partial(_unpacked, 40, 12)
+    c["layer"], c["layer, outliers"] = partial(_layer, 0, None), partial(_layer, 9, "gelu")
+    return c | _products() | _norms()
+
+
+def _products() -> dict[str, Callable[[], str]]:
+    """Return products of codes, portable and for Hopper."""
+    split, hopper = GemmTiles(32, 32, 2, 2, 2), GemmTiles(64, 64, 8, 2)
+    halves, tail = GemmTiles(64, 64, 8, 2, 2), GemmTiles(64, 64, 8, 2, tail_splits=2)
+    by_row = {"strategy": "channel"}
+    products: dict[str, tuple[tuple[int, int, int], GemmTiles, str | None, dict[str, Any]]] = {
+        "blocks": ((70, 68, 400), SMALL, None, {"bias": True, "activation": "gelu"}),
+        "outliers": ((40, 36, 200), SMALL, None, {"outliers": 9, "out_dtype": "float16"}),
+        "gates": ((42, 36, 200), SMALL, None, {"gates": 3, "activation": "gelu_tanh"}),
+        "swiglu": ((40, 72, 200), SMALL, None, {"activation": "swiglu", "bias": True}),
+        "rows": ((70, 68, 400), SMALL, None, {**by_row, "bias": True}),
+        "rows, silu": ((33, 40, 160), SMALL, None, {
+            **by_row, "activation": "silu", "gates": 0, "out_dtype": "bfloat16"}),
+        "rows, geglu": ((33, 40, 160), SMALL, None, {**by_row, "activation": "geglu"}),
+        "split": ((70, 68, 900), split, "sm_90", {"bias": True}),
+        "sm90 blocks": ((150, 140, 912), hopper, "sm_90a", {"bias": True, "activation": "gelu"}),
+        "sm90 outliers": ((70, 140, 304), hopper, "sm_90a", {"outliers": 16, "gates": 2}),
+        "sm90 rows": ((150, 140, 704), hopper, "sm_90a", {**by_row, "bias": True}),
+        "sm90 rows, swiglu": ((70, 140, 304), hopper, "sm_90a", {
+            **by_row, "activation": "swiglu", "out_dtype": "float16"}),
+        "sm90 split": ((150, 140, 912), halves, "sm_90a", {}),
+        "sm90 last wave split": ((150, 140, 400), tail, "sm_90a", {"blocks": 4}),
+        "sm90 few blocks": ((150, 140, 400), hopper, "sm_90a", {"blocks": 2, "bias": True}),
+        "sm90 rows, few blocks": ((150, 140, 400), hopper, "sm_90a", {**by_row, "blocks": 2}),
+    }  # fmt: skip
+    return {
+        f"product: {name}": partial(product, shape, tiles, arch, **how)
+        for name, (shape, tiles, arch, how) in products.items()
+    }
+
+
+def _norms() -> dict[str, Callable[[], str]]:
+    """Return calls of `cupyattn.norm_quant`: every step, type and number of warps of a row."""
+    modulated, every = "scale:float16 shift:float16", "weight:float32 bias:float32 shift:bfloat16"
+    weighted, turned = "weight:bfloat16 bias:bfloat16", {"rotate": "hadamard"}
+    layer, rms, blocks = {"norm": "layer"}, {"norm": "rms"}, {"strategy": "block"}
+    tanh, gated = {"activation": "gelu_tanh"}, {"activation": "swiglu"}
+    silu = {"activation": "silu"}
+    norms: dict[str, tuple[tuple[int, ...], str, str, int, dict[str, Any]]] = {
+        "layer": ((5, 192), "float16", "", 1, layer),
+        "layer, by token": ((2, 3, 1536), "float16", modulated, 6, layer),
+        "layer, weight": ((3, 1024), "bfloat16", weighted, 1, layer),
+        "rms, all": ((4, 640), "float16", f"{every} scale:bfloat16", 2, rms),
+        "shift": ((3, 264), "float32", "shift:float32", 1, {}),
+        "odd width": ((3, 333), "float16", "weight:float16 scale:float32", 1, layer),
+        "blocks": ((3, 1152), "float16", modulated, 1, layer | blocks),
+        "blocks, odd width": ((5, 300), "float32", "", 1, rms | blocks),
+        "rotated by 256": ((3, 1536), "float16", modulated, 1, layer | turned),
+        "rotated by 128": ((3, 1152), "bfloat16", "", 1, rms | turned),
+        "rotated by 64": ((5, 192), "float32", "weight:float32", 1, turned),
+        "large eps": ((3, 256), "float16", "", 1, rms | {"eps": 0.5}),
+        "gelu": ((4, 512), "float16", "", 1, {"activation": "gelu"}),
+        "gelu_tanh, rotated": ((4, 768), "float16", "", 1, tanh | turned),
+        "silu": ((4, 256), "float16", modulated, 1, rms | silu | turned),
+        "swiglu": ((4, 384), "bfloat16", "", 1, gated | blocks),
+        "16 warps": ((3, 13_824), "float16", modulated, 1, layer | turned),
+    }
+    return {
+        f"norm_quant: {name}": partial(norm, shape, dtype, vectors, groups, **steps)
+        for name, (shape, dtype, vectors, groups, steps) in norms.items()
+    }

@@ -14,6 +14,7 @@ it was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -175,13 +176,20 @@ def drawn(files: set[str], seed: int) -> list[tuple[str, Mutant]]:
 
 def became(file: str, fault: Mutant, known: Baseline) -> dict[str, Any]:
     """Return what became of a fault."""
+    with copied_sources(file, fault.text):
+        return _tried(file, fault.line, known)
+
+
+@contextlib.contextmanager
+def copied_sources(file: str, text: str) -> Iterator[None]:
+    """Let kernels be compiled from a copy of their folder in which one file has another text."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(compiler.KERNELS, Path(folder) / "kernels"))
-        (copy / file).write_text(fault.text)
+        (copy / file).write_text(text)
         compiler.cache_clear(disk=False)
         try:
             with mock.patch.object(compiler, "KERNELS", copy):
-                return _tried(file, fault.line, known)
+                yield
         finally:
             compiler.cache_clear(disk=False)
 
@@ -214,7 +222,7 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
         except KernelCompileError:
             return {"became": NOT_COMPILED}
         ran += 1
-        if why := _noticed(call):
+        if why := noticed(call):
             seconds = round(time.monotonic() - start, 1)
             by = {"by": call.name, "why": why}
             return {"became": NOTICED, **by, "calls": ran, "took": seconds}
@@ -222,7 +230,7 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
 
 
-def _noticed(call: Call) -> str:
+def noticed(call: Call) -> str:
     """Return what a call notices, from a child process; "" if it notices nothing."""
     reading, writing = os.pipe()
     child = os.fork()
