@@ -19,7 +19,6 @@ from cupyattn.ops.explain import plans
 from cupyattn.testing import judge
 from experiments._harness.few_blocks import hopper_blocks
 from experiments._harness.small_inputs import (
-    BATCH,
     FEWER,
     HEAD_DIM,
     HEADS,
@@ -55,8 +54,10 @@ RUNGS: dict[str, Rung] = {
 #: Codes whose results for such scores may be 0 or infinite (docs/MATH_REFERENCE.md).
 OVERFLOWING = ca.QuantConfig(pv="int8"), ca.QuantConfig(pv="fp8")
 HOPPER = tuple(name for name, rung in RUNGS.items() if rung[1])
-#: Rungs that are called with every mask and bias.
+#: Rungs that are called with masks and biases.
 SCORED = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8", *HOPPER)
+#: Of these also with every kind of mask and bias, and of head_dim 128.
+EVERY = ("fa_tc", "fa_int8", "fa_tc, sm90", "fa_int8, sm90")
 
 
 @contextmanager
@@ -188,10 +189,11 @@ def _not_finite(rung: Rung) -> str:
 def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     """Return the calls of one rung: those of all, and those that its kernels differ in."""
     variant, arch, dtype, quant = rung
-    plain, fewer = arrays(*LENGTHS, dtype, 0), arrays(*FEWER, dtype, 0)
+    two: dict[str, Any] = {"heads": (2, 1)}
+    plain, fewer = arrays(*LENGTHS, dtype, 0, **two), arrays(*FEWER, dtype, 0, batch=1)
     short = arrays(33, 31, dtype, 1)
     below = short[0] + STORAGE[dtype].type(3), short[1] - STORAGE[dtype].type(7), short[2]
-    narrow = arrays(*FEWER, dtype, 8, 40)
+    narrow = arrays(*FEWER, dtype, 8, 40, **two)
     some = fewer if variant in ("unfused", "fa") else plain  # these are slow to interpret
     capped = {"softcap": 1.5, "window": (60, 9)}
     calls: dict[str, Callable[[], str]] = {
@@ -205,10 +207,11 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     if arch is None:
         calls["head_dim 40"] = lambda: attend(rung, narrow, {"causal": True})
     if name in SCORED:
-        calls |= _of_scores(rung, some, fewer)
-    if name in ("fa_tc", "fa_int8", *HOPPER):
-        two: dict[str, Any] = {"heads": (2, 1), "batch": 1}
-        wide = arrays(70, 200, dtype, 8, 128, **two)
+        of_scores = _of_scores(rung, some, fewer)
+        some_of = of_scores.keys() & ({"mask and bias of keys", "block mask", "padded"})
+        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in some_of}
+    if name in EVERY:
+        wide = arrays(70, 200, dtype, 8, 128, heads=(2, 1), batch=1)
         calls["head_dim 128"] = lambda: attend(rung, wide, {})
     if variant == "fa_tc":
         widest = arrays(70, 200, dtype, 8, 256, heads=(2, 1), batch=1)
@@ -216,26 +219,28 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     if name in HOPPER:
         calls |= _of_hopper(rung, plain)
     if quant is not None:
-        calls |= _of_codes(rung, plain, fewer)
+        calls |= _of_codes(rung, plain, fewer, list(RUNGS).index(name))
     return {f"{name}: {call}": run for call, run in calls.items()}
 
 
 def _of_scores(rung: Rung, some: Any, fewer: Any) -> dict[str, Callable[[], str]]:
     """Return calls with masks, biases and lengths."""
     rng = np.random.default_rng(5)
-    len_q, len_kv = some[0].shape[2], some[1].shape[2]
-    mask = rng.random((BATCH, 1, len_q, len_kv)) < 0.5
+    (batch, heads, len_q, _), len_kv = some[0].shape, some[1].shape[2]
+    mask = rng.random((batch, 1, len_q, len_kv)) < 0.5
     mask[:, :, 3], mask[..., 64:200] = False, False
     of_keys = {
         "mask": rng.random((1, 1, 1, len_kv)) < 0.7,
-        "bias": rng.standard_normal((HEADS, 1, len_kv)).astype(np.float32),
+        "bias": rng.standard_normal((heads, 1, len_kv)).astype(np.float32),
     }
     block = 128 if rung[1] else 64
-    shape = HEADS, -(-len_q // block), -(-len_kv // block)
+    shape = heads, -(-len_q // block), -(-len_kv // block)
     kept = np.indices(shape).sum(axis=0)[None] % 2 == 0
     blocks = {"block_mask": ca.BlockMask(kept, block, block), "causal": len_q == len_kv}
-    lengths = {"lengths_q": np.int32([len_q, 61]), "lengths_kv": np.int32([len_kv, 120])}
-    options = added(*FEWER)
+    lengths = {
+        "lengths_q": np.int32([len_q, 61][-batch:]), "lengths_kv": np.int32([len_kv, 120][-batch:])
+    }  # fmt: skip
+    options = added(*FEWER, 1)
     aligned = {"causal": True, "causal_align": "top-left", "scale": 0.3}
     calls: dict[str, Callable[[], str]] = {
         "mask": lambda: attend(rung, some, {"mask": mask}),
@@ -263,7 +268,7 @@ def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
     }
 
 
-def _of_codes(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
+def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Callable[[], str]]:
     """Return calls of codes of other granularities, with zero points, and made in the call."""
     calls: dict[str, Callable[[], str]] = {}
     variant, arch, dtype, quant = rung
@@ -271,16 +276,17 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]
     calls["many keys"] = lambda: attend(rung, many, {})
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
-    q, k, v = arrays(*FEWER, dtype, 13)
+    q, k, v = arrays(*FEWER, dtype, 13, heads=(2, 1))
     rising = np.linspace(-3, 3, FEWER[1]).astype(q.dtype)[:, None]
     shifted = q + q.dtype.type(1), k + rising * np.float16([1, -1]).repeat(32), v + rising
-    for by in ("token", "thread", "block"):
-        coded = replace(quant, granularity_q=by, granularity_k=by)
-        zeros = variant, arch, dtype, replace(coded, symmetric=False)
-        calls[f"zero points: {by}"] = partial(attend, zeros, shifted, {"causal": True})
-        even = variant, arch, dtype, coded
-        if by != quant.granularity_q:
-            calls[f"scales: {by}"] = partial(attend, even, fewer, {})
+    shares = "token", "thread", "block"
+    for_zeros, for_scales = (shares[(number + i) % 3] for i in range(2))
+    of_both = {"granularity_q": for_zeros, "granularity_k": for_zeros}
+    zeros = variant, arch, dtype, replace(quant, symmetric=False, **of_both)
+    calls[f"zero points: {for_zeros}"] = partial(attend, zeros, shifted, {"causal": True})
+    of_both = {"granularity_q": for_scales, "granularity_k": for_scales}
+    even = variant, arch, dtype, replace(quant, **of_both)
+    calls[f"scales: {for_scales}"] = partial(attend, even, fewer, {})
     if not quant.fused:
         inside = variant, arch, dtype, replace(quant, smooth_k=False)
         calls["codes made inside"] = lambda: attend(

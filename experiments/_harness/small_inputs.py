@@ -37,10 +37,10 @@ def arrays(
     return tuple(x.astype(STORAGE[dtype]) for x in (q, k, v))  # type: ignore[return-value]
 
 
-def added(len_q: int, len_kv: int) -> dict[str, Any]:
+def added(len_q: int, len_kv: int, batch: int = BATCH) -> dict[str, Any]:
     """Return a mask and a bias with keys before rows in memory, and what else changes scores."""
     rng = np.random.default_rng(5)
-    shape = BATCH, HEADS, len_kv, len_q
+    shape = batch, HEADS, len_kv, len_q
     bias = 2 * rng.standard_normal(shape)
     bias[..., : len_kv // 3, :] = -1e9
     found = {"mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)}

@@ -43,6 +43,7 @@ from experiments._harness import recording
 from experiments._harness.small_calls import small_calls
 
 PAGE = recording.ROOT / "docs" / "TESTING.md"
+NAME = "mutation_score"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
 #: CPU seconds for a call, which takes at most three without a fault.
 SECONDS = 20
@@ -83,7 +84,7 @@ class Baseline:
     lines: Mapping[Module, frozenset[tuple[str, int]]]
 
 
-def baseline(kept: Path | None = None) -> Baseline:
+def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
     """Run every call once; raise AssertionError if one is wrong without a fault.
 
     `kept` is a file in which calls of the same sources stand already, or are written.
@@ -93,15 +94,15 @@ def baseline(kept: Path | None = None) -> Baseline:
     if kept is not None and kept.exists():
         old_stamp, old = pickle.loads(kept.read_bytes())
         found = {name: one for name, one in old.items() if old_stamp == stamp and name in calls}
-    for name in calls.keys() - found.keys():
-        found[name] = _unharmed(name, calls[name])
-    if kept is not None:
-        kept.write_bytes(pickle.dumps((stamp, found)))
+    left = [name for name in calls if name not in found]
+    for name, one in zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True):
+        found[name] = one
+        if kept is not None:
+            kept.write_bytes(pickle.dumps((stamp, found)))
     code, fast, lines = {}, {}, {}
-    for module in {one for _, modules in found.values() for one in modules}:
-        ptx = compiler.translate(*module).ptx
-        code[module], lines[module] = machine_code(ptx), lines_with_code(ptx)
-        fast[module] = fast_code(module)
+    modules = list({one for _, modules in found.values() for one in modules})
+    for module, one in zip(modules, _in_turn(_compiled, modules, None, jobs), strict=True):
+        code[module], fast[module], lines[module] = one
     files = {module: frozenset(reached(module[0])) for module in code}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
     return Baseline(of_calls, code, fast, files, lines)
@@ -115,7 +116,15 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
-def _unharmed(name: str, run: Callable[[], str]) -> tuple[float, frozenset[Module]]:
+def _compiled(module: Module, _: None) -> tuple[str, str | None, frozenset[tuple[str, int]]]:
+    """Return the machine code of a module, with all and few optimisations, and its lines."""
+    ptx = compiler.translate(*module).ptx
+    return machine_code(ptx), fast_code(module), lines_with_code(ptx)
+
+
+def _unharmed(
+    name: str, calls: Mapping[str, Callable[[], str]]
+) -> tuple[float, frozenset[Module]]:
     """Run a call without a fault; return its CPU seconds and the modules that it compiles."""
     translate, seen = compiler.translate, set()
 
@@ -125,7 +134,7 @@ def _unharmed(name: str, run: Callable[[], str]) -> tuple[float, frozenset[Modul
 
     start = time.process_time()
     with mock.patch.object(compiler, "translate", watched):
-        said = run()
+        said = calls[name]()
     assert not said, f"{name} is wrong without a fault: {said}"
     return time.process_time() - start, frozenset(seen)
 
@@ -174,8 +183,9 @@ def drawn(files: set[str], seed: int) -> list[tuple[str, Mutant]]:
     return found
 
 
-def became(file: str, fault: Mutant, known: Baseline) -> dict[str, Any]:
-    """Return what became of a fault."""
+def became(planted: tuple[str, Mutant], known: Baseline) -> dict[str, Any]:
+    """Return what became of a fault in a file."""
+    file, fault = planted
     with copied_sources(file, fault.text):
         return _tried(file, fault.line, known)
 
@@ -262,8 +272,8 @@ def _said(call: Call) -> str:
 
 def experiment(args: Any) -> int:
     """Draw faults until enough change the code of some call."""
-    target = args.json or recording.RESULTS / "mutation_score.json"
-    known = baseline(args.baseline)
+    target = args.json or recording.RESULTS / f"{NAME}.json"
+    known = baseline(args.baseline, args.jobs)
     files = {name for one in known.files.values() for name in one}
     order = drawn(files, args.seed)
     if args.again is not None:
@@ -285,7 +295,7 @@ def experiment(args: Any) -> int:
     faults = content["faults"]
     counted = sum(one["became"] in (NOTICED, SURVIVED) for one in faults)
     left = order[len(faults) :] if counted < args.faults else []
-    for (file, fault), found in zip(left, _in_turn(left, known, args.jobs), strict=True):
+    for (file, fault), found in zip(left, _in_turn(became, left, known, args.jobs), strict=True):
         place = {"file": file, "name": fault.name, "kind": fault.kind, "line": fault.line}
         text = {"before": fault.before.strip(), "after": fault.after.strip()}
         faults.append({**place, **text, **found})
@@ -293,31 +303,29 @@ def experiment(args: Any) -> int:
         print(counted, file, fault.name, found["became"], found.get("why", ""), flush=True)
         args.json = target
         with open(os.devnull, "w") as quiet, mock.patch.object(sys, "stdout", quiet):
-            recording.keep(args, "mutation_score", "interpret", content)
+            recording.keep(args, NAME, "interpret", content)
         if counted >= args.faults:
             break
     return 0
 
 
-#: Of the processes that take faults in turn: the faults, and the calls.
+#: Of the processes that take work in turn: what to do, the items, and what they share.
 _SHARED: list[Any] = []
 
 
-def _in_turn(
-    order: Sequence[tuple[str, Mutant]], known: Baseline, jobs: int
-) -> Iterator[dict[str, Any]]:
-    """Yield what became of each fault, in their order, from so many processes."""
-    _SHARED[:] = order, known
+def _in_turn(do: Callable[..., Any], items: Sequence[Any], shared: Any, jobs: int) -> Iterator[Any]:
+    """Yield what `do` makes of each item and what all share, in their order."""
+    _SHARED[:] = do, items, shared
     if jobs == 1:
-        yield from map(_became_of, range(len(order)))
+        yield from map(_done, range(len(items)))
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_became_of, range(len(order)))
+        yield from pool.imap(_done, range(len(items)))
 
 
-def _became_of(number: int) -> dict[str, Any]:
-    order, known = _SHARED
-    return became(*order[number], known)
+def _done(number: int) -> Any:
+    do, items, shared = _SHARED
+    return do(items[number], shared)
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
@@ -389,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
     recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     status = 0 if args.stored else experiment(args)
-    record = json.loads((args.json or recording.RESULTS / "mutation_score.json").read_text())
+    record = json.loads((args.json or recording.RESULTS / f"{NAME}.json").read_text())
     lines = table(record)
     output.say("\n".join(lines))
     if args.update_docs:

@@ -50,7 +50,7 @@ def multiplies() -> str:
 def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     text = (compiler.KERNELS / file).read_text()
     (one,) = (x for x in mutants(text) if x.after.strip() == after)
-    return mutation_score.became(file, one, known)
+    return mutation_score.became((file, one), known)
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
@@ -95,7 +95,9 @@ def test_calls_are_read_again_if_no_source_differs(
 def test_faults_keep_their_order_in_several_processes(known: Baseline) -> None:
     text = (compiler.KERNELS / "part.cuh").read_text()
     order = [("part.cuh", one) for one in mutants(text)]
-    alone, several = (list(mutation_score._in_turn(order, known, jobs)) for jobs in (1, 2))
+    alone, several = (
+        list(mutation_score._in_turn(mutation_score.became, order, known, jobs)) for jobs in (1, 2)
+    )
     assert [x["became"] for x in alone] == [x["became"] for x in several]
     assert {x["became"] for x in alone} == {"noticed"}
 
