@@ -167,6 +167,12 @@ def verdict(executable: str, launch: Launched, ptx: str) -> dict[str, Any]:
     return {"verdict": found["result"], "message": (messages or [""])[0], "seconds": seconds}
 
 
+def _code_of(entry: str, ptx: str) -> str:
+    """Return the machine code of one kernel of a module."""
+    parts = re.split(r"(?=\.entry )", machine_code(ptx))
+    return next(part for part in parts if re.match(rf"\.entry {entry}\b", part))
+
+
 def removals(files: set[str]) -> list[tuple[str, Mutant]]:
     """Return all mutants that remove synchronisation from some files."""
     return [
@@ -179,14 +185,14 @@ def _mutant(
     executable: str, file: str, fault: Mutant, launch: Launched, call: Call, ask: bool
 ) -> dict[str, Any] | None:
     """Return what both say of a mutant; None if it has the same code as the source."""
-    module = launch.one.module, launch.arch
-    before = machine_code(compiler.translate(*module).ptx)
+    module, entry = (launch.one.module, launch.arch), launch.one.entry
+    before = _code_of(entry, compiler.translate(*module).ptx)
     with copied_sources(file, fault.text):
         try:
             ptx = compiler.translate(*module).ptx
         except KernelCompileError:
             return None
-        if machine_code(ptx) == before:
+        if _code_of(entry, ptx) == before:
             return None
         said = noticed(call)
         theirs = verdict(executable, launch, ptx) if ask else {}
