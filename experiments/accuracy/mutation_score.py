@@ -53,6 +53,8 @@ FAST = "--Ofast-compile=max"
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
+#: Records of runs with fewer calls.
+EARLIER = ("mutation_score_first", "mutation_score_second")
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -348,15 +350,18 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(header, rows),
     ]
-    first = recording.stored("mutation_score_first")
-    noticed, survived = (
-        sum(x["became"] == state for x in first["faults"]) for state in (NOTICED, SURVIVED)
-    )
+    runs = []
+    for x in (*map(recording.stored, EARLIER), record):
+        noticed, survived = (
+            sum(one["became"] == state for one in x["faults"]) for state in (NOTICED, SURVIVED)
+        )
+        runs.append([str(x["seed"]), x["environment"]["revision"][:10], str(len(x["files"])),
+                     str(len(x["calls"])), f"{noticed} of {noticed + survived}"])  # fmt: skip
     lines += [
         "",
-        f"The first run (seed {first['seed']}, revision {first['environment']['revision'][:10]}) "
-        f"noticed {noticed} of {noticed + survived}: its calls had one block of queries and one "
-        "batch entry. The calls above were written after it.",
+        "Each run had calls that were written after the one before:",
+        "",
+        *recording.markdown(["seed", "revision", "files", "calls", "noticed"], runs),
     ]
     why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
     cells, reasons = [], []

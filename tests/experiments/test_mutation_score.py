@@ -107,7 +107,7 @@ def test_the_seed_decides_the_order() -> None:
     assert first == again != other
 
 
-@pytest.mark.parametrize("name", ["mutation_score", "mutation_score_first"])
+@pytest.mark.parametrize("name", [mutation_score.NAME, *mutation_score.EARLIER])
 def test_a_record_is_of_mutants_that_its_sources_had(name: str) -> None:
     record = recording.stored(name)
     assert len(record["faults"]) == len({(x["file"], x["name"]) for x in record["faults"]})
