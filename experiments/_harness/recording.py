@@ -54,7 +54,7 @@ def add_page_arguments(parser: argparse.ArgumentParser, *, merge: bool = False) 
 def _lasting(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that a result depends on: not where it was written."""
     kept = list(arguments)
-    for option in ("--json", "--plot", "--folder"):
+    for option in ("--json", "--plot", "--folder", "--jobs", "--baseline"):
         while option in kept:
             del kept[kept.index(option) : kept.index(option) + 2]
     return kept

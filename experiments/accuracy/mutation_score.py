@@ -14,17 +14,20 @@ it was stopped.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
+import pickle
 import random
 import re
+import resource
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +43,18 @@ from experiments._harness import recording
 from experiments._harness.small_calls import small_calls
 
 PAGE = recording.ROOT / "docs" / "TESTING.md"
+NAME = "mutation_score"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
-#: Seconds for a call, which takes less than one without a fault.
-SECONDS = 30.0
+#: CPU seconds for a call, which takes at most three without a fault.
+SECONDS = 20
+#: Compiles in a third of the time, with few optimisations.
+FAST = "--Ofast-compile=max"
 #: What became of a fault.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
+#: Records of runs with fewer calls.
+EARLIER = ("mutation_score_first", "mutation_score_second")
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -66,36 +74,80 @@ class Call:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The calls without a fault; of each module its machine code, files, and lines with code."""
+    """The calls without a fault; of each module its machine code, files, and lines with code.
+
+    `fast_code` is the machine code with few optimisations.
+    """
 
     calls: tuple[Call, ...]
     code: Mapping[Module, str]
+    fast_code: Mapping[Module, str | None]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
 
 
-def baseline() -> Baseline:
-    """Run every call once; raise AssertionError if one is wrong without a fault."""
+def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
+    """Run every call once; raise AssertionError if one is wrong without a fault.
+
+    `kept` is a file in which calls of the same sources stand already, or are written.
+    """
+    found: dict[str, tuple[float, frozenset[Module]]] = {}
+    calls, stamp = small_calls(), _stamp()
+    if kept is not None and kept.exists():
+        old_stamp, old = pickle.loads(kept.read_bytes())
+        found = {name: one for name, one in old.items() if old_stamp == stamp and name in calls}
+    left = [name for name in calls if name not in found]
+    for name, one in zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True):
+        found[name] = one
+        if kept is not None:
+            kept.write_bytes(pickle.dumps((stamp, found)))
+    code, fast, lines = {}, {}, {}
+    modules = list({one for _, modules in found.values() for one in modules})
+    for module, one in zip(modules, _in_turn(_compiled, modules, None, jobs), strict=True):
+        code[module], fast[module], lines[module] = one
+    files = {module: frozenset(reached(module[0])) for module in code}
+    of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
+    return Baseline(of_calls, code, fast, files, lines)
+
+
+def _stamp() -> str:
+    """Return a hash of all sources that a call depends on."""
+    folders = compiler.KERNELS, recording.ROOT / "cupyattn", recording.ROOT / "experiments/_harness"
+    files = [x for folder in folders for x in folder.rglob("*.*")]
+    found = sorted(x for x in files if x.suffix in (".cu", ".cuh", ".py"))
+    return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
+
+
+def _compiled(module: Module, _: None) -> tuple[str, str | None, frozenset[tuple[str, int]]]:
+    """Return the machine code of a module, with all and few optimisations, and its lines."""
+    ptx = compiler.translate(*module).ptx
+    return machine_code(ptx), fast_code(module), lines_with_code(ptx)
+
+
+def _unharmed(
+    name: str, calls: Mapping[str, Callable[[], str]]
+) -> tuple[float, frozenset[Module]]:
+    """Run a call without a fault; return its CPU seconds and the modules that it compiles."""
     translate, seen = compiler.translate, set()
 
     def watched(spec: ModuleSpec, arch: str, source: str | None = None) -> Any:
         seen.add((spec, arch))
         return translate(spec, arch, source)
 
-    calls: list[Call] = []
-    code, lines = {}, {}
-    for name, run in small_calls().items():
-        seen.clear()
-        start = time.process_time()
-        with mock.patch.object(compiler, "translate", watched):
-            said = run()
-        assert not said, f"{name} is wrong without a fault: {said}"
-        calls.append(Call(name, run, time.process_time() - start, frozenset(seen)))
-    for module in {one for call in calls for one in call.modules}:
-        ptx = translate(*module).ptx
-        code[module], lines[module] = machine_code(ptx), lines_with_code(ptx)
-    files = {module: frozenset(reached(module[0])) for module in code}
-    return Baseline(tuple(calls), code, files, lines)
+    start = time.process_time()
+    with mock.patch.object(compiler, "translate", watched):
+        said = calls[name]()
+    assert not said, f"{name} is wrong without a fault: {said}"
+    return time.process_time() - start, frozenset(seen)
+
+
+def fast_code(module: Module) -> str | None:
+    """Return the machine code of a module with few optimisations; None if it has none."""
+    with mock.patch.object(compiler, "OPTIONS", (*compiler.OPTIONS, FAST)):
+        try:
+            return machine_code(compiler.translate(*module).ptx)
+        except KernelCompileError:
+            return None
 
 
 def lines_with_code(ptx: str) -> frozenset[tuple[str, int]]:
@@ -133,15 +185,23 @@ def drawn(files: set[str], seed: int) -> list[tuple[str, Mutant]]:
     return found
 
 
-def became(file: str, fault: Mutant, known: Baseline) -> dict[str, Any]:
-    """Return what became of a fault."""
+def became(planted: tuple[str, Mutant], known: Baseline) -> dict[str, Any]:
+    """Return what became of a fault in a file."""
+    file, fault = planted
+    with copied_sources(file, fault.text):
+        return _tried(file, fault.line, known)
+
+
+@contextlib.contextmanager
+def copied_sources(file: str, text: str) -> Iterator[None]:
+    """Let kernels be compiled from a copy of their folder in which one file has another text."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(compiler.KERNELS, Path(folder) / "kernels"))
-        (copy / file).write_text(fault.text)
+        (copy / file).write_text(text)
         compiler.cache_clear(disk=False)
         try:
             with mock.patch.object(compiler, "KERNELS", copy):
-                return _tried(file, fault.line, known)
+                yield
         finally:
             compiler.cache_clear(disk=False)
 
@@ -150,14 +210,20 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     """Compile and run call after call until one notices the fault that is in place."""
     changed: dict[Module, bool] = {}
 
+    def has_line(module: Module) -> bool:
+        return (Path(file).name, line) in known.lines[module]
+
     def is_changed(module: Module) -> bool:
         if module not in changed:
-            changed[module] = machine_code(compiler.translate(*module).ptx) != known.code[module]
+            fast = known.fast_code[module]
+            # What is the same program with few optimisations is so with all.
+            changed[module] = (has_line(module) or fast is None or fast_code(module) != fast) and (
+                machine_code(compiler.translate(*module).ptx) != known.code[module]
+            )
         return changed[module]
 
     def order(call: Call) -> tuple[bool, float]:
-        of_line = any((Path(file).name, line) in known.lines[one] for one in call.modules)
-        return not of_line, call.seconds
+        return not any(map(has_line, call.modules)), call.seconds
 
     start, ran = time.monotonic(), 0
     for call in sorted(known.calls, key=order):
@@ -168,7 +234,7 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
         except KernelCompileError:
             return {"became": NOT_COMPILED}
         ran += 1
-        if why := _noticed(call):
+        if why := noticed(call):
             seconds = round(time.monotonic() - start, 1)
             by = {"by": call.name, "why": why}
             return {"became": NOTICED, **by, "calls": ran, "took": seconds}
@@ -176,29 +242,25 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
 
 
-def _noticed(call: Call) -> str:
+def noticed(call: Call) -> str:
     """Return what a call notices, from a child process; "" if it notices nothing."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reading)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
             os.write(writing, json.dumps(_said(call)).encode())
         finally:
             os._exit(0)
     os.close(writing)
-    end, ended = time.monotonic() + SECONDS, False
-    while not ended and time.monotonic() < end:
-        ended = os.waitpid(child, os.WNOHANG) != (0, 0)
-        time.sleep(0.01)
-    if not ended:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
     with os.fdopen(reading, "rb") as file:
         text = file.read().decode()
+    _, status = os.waitpid(child, 0)
     if text:
         return str(json.loads(text))
-    return "the process ended" if ended else f"does not end in {SECONDS:g} s"
+    late = f"does not end in {SECONDS} CPU seconds"
+    return late if os.WIFSIGNALED(status) else "the process ended"
 
 
 def _said(call: Call) -> str:
@@ -212,8 +274,8 @@ def _said(call: Call) -> str:
 
 def experiment(args: Any) -> int:
     """Draw faults until enough change the code of some call."""
-    target = args.json or recording.RESULTS / "mutation_score.json"
-    known = baseline()
+    target = args.json or recording.RESULTS / f"{NAME}.json"
+    known = baseline(args.baseline, args.jobs)
     files = {name for one in known.files.values() for name in one}
     order = drawn(files, args.seed)
     if args.again is not None:
@@ -234,10 +296,8 @@ def experiment(args: Any) -> int:
         content["faults"] = kept["faults"]
     faults = content["faults"]
     counted = sum(one["became"] in (NOTICED, SURVIVED) for one in faults)
-    for file, fault in order[len(faults) :]:
-        if counted >= args.faults:
-            break
-        found = became(file, fault, known)
+    left = order[len(faults) :] if counted < args.faults else []
+    for (file, fault), found in zip(left, _in_turn(became, left, known, args.jobs), strict=True):
         place = {"file": file, "name": fault.name, "kind": fault.kind, "line": fault.line}
         text = {"before": fault.before.strip(), "after": fault.after.strip()}
         faults.append({**place, **text, **found})
@@ -245,8 +305,29 @@ def experiment(args: Any) -> int:
         print(counted, file, fault.name, found["became"], found.get("why", ""), flush=True)
         args.json = target
         with open(os.devnull, "w") as quiet, mock.patch.object(sys, "stdout", quiet):
-            recording.keep(args, "mutation_score", "interpret", content)
+            recording.keep(args, NAME, "interpret", content)
+        if counted >= args.faults:
+            break
     return 0
+
+
+#: Of the processes that take work in turn: what to do, the items, and what they share.
+_SHARED: list[Any] = []
+
+
+def _in_turn(do: Callable[..., Any], items: Sequence[Any], shared: Any, jobs: int) -> Iterator[Any]:
+    """Yield what `do` makes of each item and what all share, in their order."""
+    _SHARED[:] = do, items, shared
+    if jobs == 1:
+        yield from map(_done, range(len(items)))
+        return
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        yield from pool.imap(_done, range(len(items)))
+
+
+def _done(number: int) -> Any:
+    do, items, shared = _SHARED
+    return do(items[number], shared)
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
@@ -269,15 +350,18 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(header, rows),
     ]
-    first = recording.stored("mutation_score_first")
-    noticed, survived = (
-        sum(x["became"] == state for x in first["faults"]) for state in (NOTICED, SURVIVED)
-    )
+    runs = []
+    for x in (*map(recording.stored, EARLIER), record):
+        noticed, survived = (
+            sum(one["became"] == state for one in x["faults"]) for state in (NOTICED, SURVIVED)
+        )
+        runs.append([str(x["seed"]), x["environment"]["revision"][:10], str(len(x["files"])),
+                     str(len(x["calls"])), f"{noticed} of {noticed + survived}"])  # fmt: skip
     lines += [
         "",
-        f"The first run (seed {first['seed']}, revision {first['environment']['revision'][:10]}) "
-        f"noticed {noticed} of {noticed + survived}: its calls had one block of queries and one "
-        "batch entry. The calls above were written after it.",
+        "Each run had calls that were written after the one before:",
+        "",
+        *recording.markdown(["seed", "revision", "files", "calls", "noticed"], runs),
     ]
     why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
     cells, reasons = [], []
@@ -310,12 +394,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line."""
     parser = recording.parser(__doc__)
     parser.add_argument("--faults", type=int, default=300, metavar="N", help="to run (300)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    kept = "keep what calls take and compile there, and read it if no source differs"
+    parser.add_argument("--baseline", type=Path, metavar="FILE", help=kept)
     again = "run the survivors of this record, give --json, too"
     parser.add_argument("--again", type=Path, metavar="FILE", help=again)
     recording.add_page_arguments(parser)
     args = parser.parse_args(argv)
     status = 0 if args.stored else experiment(args)
-    record = json.loads((args.json or recording.RESULTS / "mutation_score.json").read_text())
+    record = json.loads((args.json or recording.RESULTS / f"{NAME}.json").read_text())
     lines = table(record)
     output.say("\n".join(lines))
     if args.update_docs:

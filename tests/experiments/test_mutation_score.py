@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     files = {module: frozenset(mutation_score.reached(module[0]))}
     lines = {module: mutation_score.lines_with_code(ptx)}
     call = Call("multiplies", multiplies, 0.1, frozenset({module}))
-    return Baseline((call,), {module: machine_code(ptx)}, files, lines)
+    fast = {module: mutation_score.fast_code(module)}
+    return Baseline((call,), {module: machine_code(ptx)}, fast, files, lines)
 
 
 def multiplies() -> str:
@@ -48,7 +50,7 @@ def multiplies() -> str:
 def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     text = (compiler.KERNELS / file).read_text()
     (one,) = (x for x in mutants(text) if x.after.strip() == after)
-    return mutation_score.became(file, one, known)
+    return mutation_score.became((file, one), known)
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
@@ -62,12 +64,50 @@ def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
     assert fault["became"] == "noticed" and fault["why"] == "finding: race"
 
 
+def test_a_call_that_does_not_end_is_stopped(known: Baseline, monkeypatch: Any) -> None:
+    def endless() -> str:
+        while True:
+            pass
+
+    monkeypatch.setattr(mutation_score, "SECONDS", 1)
+    call = replace(known.calls[0], run=endless)
+    wrong = replace(known, calls=(call,))
+    after = PART.strip().replace("x * 3.0f", "x")
+    assert found("part.cuh", after, wrong)["why"] == "does not end in 1 CPU seconds"
+
+
+def test_calls_are_read_again_if_no_source_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(
+        mutation_score, "small_calls", lambda: {n: lambda n=n: ran.append(n) or "" for n in "ab"}
+    )
+    stamps = iter("1112")
+    monkeypatch.setattr(mutation_score, "_stamp", lambda: next(stamps))
+    for _ in range(3):
+        mutation_score.baseline(tmp_path / "kept")
+    assert sorted(ran) == ["a", "b"]
+    mutation_score.baseline(tmp_path / "kept")
+    assert sorted(ran) == ["a", "a", "b", "b"]
+
+
+def test_faults_keep_their_order_in_several_processes(known: Baseline) -> None:
+    text = (compiler.KERNELS / "part.cuh").read_text()
+    order = [("part.cuh", one) for one in mutants(text)]
+    alone, several = (
+        list(mutation_score._in_turn(mutation_score.became, order, known, jobs)) for jobs in (1, 2)
+    )
+    assert [x["became"] for x in alone] == [x["became"] for x in several]
+    assert {x["became"] for x in alone} == {"noticed"}
+
+
 def test_the_seed_decides_the_order() -> None:
     first, again, other = (mutation_score.drawn({"attn_fa.cu"}, seed)[:5] for seed in (0, 0, 1))
     assert first == again != other
 
 
-@pytest.mark.parametrize("name", ["mutation_score", "mutation_score_first"])
+@pytest.mark.parametrize("name", [mutation_score.NAME, *mutation_score.EARLIER])
 def test_a_record_is_of_mutants_that_its_sources_had(name: str) -> None:
     record = recording.stored(name)
     assert len(record["faults"]) == len({(x["file"], x["name"]) for x in record["faults"]})
