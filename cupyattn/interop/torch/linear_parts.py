@@ -138,7 +138,7 @@ class NormedLayers(NamedTuple):
     """The arguments of ``int8_normed_layers``, in their order."""
 
     x: Any
-    #: Tensors of `cupyattn.norm_quant`, by its names; "norm_" stands in front of those of the norm.
+    #: Tensors of `cupyattn.norm_quant`: weight and bias of the norm, and the modulation.
     norm_weight: Any
     norm_bias: Any
     scale: Any

@@ -1,7 +1,7 @@
 """Norms and modulation in front of layers of INT8 codes, as Inductor's graphs have them.
 
-``LayerNorm`` or ``RMSNorm`` of the last axis, its weight and bias, and ``y (1 + scale) + shift``
-become part of the pass that makes codes of the rows, which computes in float32 throughout.
+The pass that makes codes of rows takes them over, in float32 throughout: ``LayerNorm`` or
+``RMSNorm`` of the last axis, its weight and bias, and ``y (1 + scale) + shift``.
 """
 
 from __future__ import annotations
