@@ -134,10 +134,8 @@ class _NormQuant(Operation):
         x = arrays["x"]
         check_together(**arrays)
         backend = choose(settings.backend, x.device >= 0)
-        check_values("x", x, least_axes=1)
-        steps = _steps_of(settings, x, arrays.keys() - {"x"})
+        steps = checked_steps(settings, arrays)
         channels = columns_of(x.shape[-1], steps.activation)
-        _check_vectors(arrays, channels)
         operands = {"x": x.with_whole_rows().rows()}
         for name in arrays.keys() - {"x"}:
             vector = arrays[name].with_whole_rows()
@@ -172,6 +170,15 @@ NORM_QUANT = _NormQuant()
 
 #: Vectors that have one type.
 _PAIRS = VECTORS[:2], VECTORS[2:]
+
+
+def checked_steps(settings: NormQuantSettings, arrays: Mapping[str, Described]) -> RowSteps:
+    """Return what happens to a row; raise the errors of `norm_quant` for a call."""
+    x = arrays["x"]
+    check_values("x", x, least_axes=1)
+    steps = _steps_of(settings, x, arrays.keys() - {"x"})
+    _check_vectors(arrays, columns_of(x.shape[-1], steps.activation))
+    return steps
 
 
 def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> RowSteps:

@@ -12,6 +12,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.interpret import KernelFault
 from cupyattn.ops.layers import LAYERS, LayersSettings
+from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import problem_of, run
 from cupyattn.quant.blocks import STRATEGIES
 from cupyattn.runtime import launches, overlapping
@@ -46,6 +47,23 @@ def test_layers_are_their_products(strategy: str, form: str) -> None:
     settings, arrays = layers(strategy, FORMS[form])
     run(LAYERS, settings, arrays)
     codes = ca.act_quant(arrays["x"], strategy=strategy)
+    for number in range(2):
+        weight = arrays[f"b{number}"], arrays[f"b_scales{number}"]
+        alone = ca.int8_gemm(*codes, *weight, "float16", backend="interpret", arch=FORMS[form])
+        assert arrays[f"c{number}"].tobytes() == alone.tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("norm", ["layer", None])
+def test_layers_behind_a_norm_are_their_products(norm: str | None, form: str) -> None:
+    """With vectors and a norm, or with a rotation: codes come from `norm_quant`."""
+    settings, arrays = layers("channel", FORMS[form])
+    rotate = None if norm else "hadamard"
+    arrays = {name: x[:, :256].copy() if x.shape[-1] == 272 else x for name, x in arrays.items()}
+    vectors = {"scale": arrays["x"][:2], "shift": arrays["x"][2:4]} if norm else {}
+    before = NormQuantSettings(norm, None, rotate, 1e-6, "channel", None)
+    run(LAYERS, settings._replace(before=before), {**arrays, **vectors})
+    codes = ca.norm_quant(arrays["x"], norm=norm, rotate=rotate, **vectors)
     for number in range(2):
         weight = arrays[f"b{number}"], arrays[f"b_scales{number}"]
         alone = ca.int8_gemm(*codes, *weight, "float16", backend="interpret", arch=FORMS[form])

@@ -18,7 +18,7 @@ from cupyattn.interop.jax.calls import (
     foreign,
     register,
 )
-from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
+from cupyattn.ops.norm_quant import NormQuantSettings, checked_steps
 from cupyattn.ops.norm_quant import norm_quant as of_arrays
 from cupyattn.plans.norm_quant import VECTORS
 from cupyattn.problem.row_preparation import EPS
@@ -91,7 +91,7 @@ def norm_quant(
 def _check(settings: NormQuantSettings, known: dict[str, Any]) -> None:
     """Check a call by descriptions of its operands."""
     check_backend(settings.backend)
-    NORM_QUANT.resolve(settings._replace(backend="mirror"), known)
+    checked_steps(settings, known)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

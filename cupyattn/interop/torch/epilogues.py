@@ -22,6 +22,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from cupyattn.interop.torch import inductor_calls, linear_parts, precompile
+from cupyattn.interop.torch.graph_nodes import is_row_of_factors, same, value_of
+from cupyattn.interop.torch.prologues import Prologue, prologue_of
 from cupyattn.quant.activation import GATE_LAST, GLU
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
@@ -93,7 +95,10 @@ def _register() -> None:
 def _uuid() -> str:
     """Return a key that differs between versions of this pass."""
     here = Path(__file__)
-    names = (here.name, "linear_parts.py", "inductor_calls.py", "places.py")
+    names = (
+        here.name, "prologues.py", "graph_nodes.py", "linear_parts.py", "inductor_calls.py",
+        "places.py",
+    )  # fmt: skip
     sources = [here.with_name(name).read_bytes() for name in names]
     return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
 
@@ -122,11 +127,15 @@ def fuse(graph: Graph) -> None:
         found = _epilogue(node)
         if found.residual is None:
             rest.append(node)
+        elif (normed := _prologue([node])) is not None:
+            _replace_by_normed(graph, {node: found}, normed)
         else:
             _replace_by_layer(graph, node, found)
     for group in list(_groups(rest)):
         found_of = {node: _epilogue(node) for node in group}
-        if len(group) == 1:
+        if (normed := _prologue(group)) is not None:
+            _replace_by_normed(graph, found_of, normed)
+        elif len(group) == 1:
             _replace_by_layer(graph, *found_of.popitem())
         else:
             _replace_by_layers(graph, found_of)
@@ -151,7 +160,7 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
     groups: dict[Any, tuple[int, list[Node]]] = {}  # by what they share: number of the last, all
     for number, node in enumerate(layers):
         x, weight, weight_scale, bias, _, *where = _arguments(node)
-        shapes = (tuple(_value(one).shape) for one in (weight, weight_scale))
+        shapes = (tuple(value_of(one).shape) for one in (weight, weight_scale))
         key = x, strategy_of_weight(*shapes), *where
         if not all(one is None or one.op in _GIVEN for one in (weight, weight_scale, bias)):
             yield [node]
@@ -170,7 +179,7 @@ def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
     args = x, weight, weight_scale, bias, *beside, *where
     _begin_to_compile(x, [args[1:6]], [found.activation], where)
     with graph.inserting_before(found.end):
-        made = _inserted(graph, linear_parts.layer, args, _value(found.end))
+        made = _inserted(graph, linear_parts.layer, args, value_of(found.end))
     found.end.replace_all_uses_with(made)
 
 
@@ -179,7 +188,7 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     x, _, _, _, _, *where = _arguments(first)
     operands = [[node.args[place] for node in found] for place in (1, 2, 3)]
     activations = [one.activation for one in found.values()]
-    vals = [_value(one.end) for one in found.values()]
+    vals = [value_of(one.end) for one in found.values()]
     args = x, *operands, activations, *where
     _begin_to_compile(x, zip(*operands, strict=True), activations, where)
     with graph.inserting_before(first):
@@ -189,11 +198,47 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
         one.end.replace_all_uses_with(part)
 
 
+def _prologue(group: Sequence[Node]) -> Prologue | None:
+    """Return the norm in front of layers by channel that nothing else reads."""
+    x = group[0].args[0]
+    by_channel = all(value_of(node.args[2]).shape[-1] == 1 for node in group)
+    if not by_channel or not isinstance(x, Node) or set(x.users) != {*group}:
+        return None
+    strategies = {strategy_of_weight(*(tuple(value_of(node.args[i]).shape) for i in (1, 2)))
+                  for node in group}  # fmt: skip
+    return prologue_of(x) if strategies == {"channel"} else None
+
+
+def _replace_by_normed(
+    graph: Graph, found: Mapping[Node, _Epilogue], normed: Prologue
+) -> None:
+    """Replace layers, of which one alone may have a residual, and the norm in front of them."""
+    first, one = next(iter(found.items()))
+    arch, backend, rotate = _arguments(first)[5:]
+    weights, scales, biases = ([node.args[place] for node in found] for place in (1, 2, 3))
+    call = linear_parts.NormedLayers(
+        normed.x, *normed.vectors, normed.norm, normed.eps, rotate, weights, scales, biases,
+        one.residual, one.gate, [each.activation for each in found.values()], arch, backend,
+    )  # fmt: skip
+    values = [[value_of(x) for x in layer] for layer in call.layers]
+    precompile.begin(
+        value_of(call.x), values, call.activations, arch, backend, before=call.before,
+        vectors=[value_of(x) for x in call.vectors],
+    )  # fmt: skip
+    vals = [value_of(each.end) for each in found.values()]
+    place = one.end if one.residual is not None else first
+    with graph.inserting_before(place):
+        made = _inserted(graph, linear_parts.normed_layers, tuple(call), vals)
+        parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
+    for each, part in zip(found.values(), parts, strict=True):
+        each.end.replace_all_uses_with(part)
+
+
 def _begin_to_compile(
     x: Node, layers: Iterable[Sequence[Any]], activations: Sequence[str], where: Any
 ) -> None:
-    values = [[_value(one) for one in layer] for layer in layers]
-    precompile.begin(_value(x), values, activations, *where)
+    values = [[value_of(one) for one in layer] for layer in layers]
+    precompile.begin(value_of(x), values, activations, *where)
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
@@ -201,7 +246,7 @@ def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Nod
     node = graph.call_function(target, args)
     node.meta["val"] = val
     if target is not operator.getitem:
-        node.meta["eager_input_vals"] = map_arg(args, _value), {}
+        node.meta["eager_input_vals"] = map_arg(args, value_of), {}
     return node
 
 
@@ -209,7 +254,7 @@ def _epilogue(layer: Node) -> _Epilogue:
     end, activation = layer, str(layer.args[4])
     if not activation:
         end, activation = _activated(layer) or _gated(layer) or (layer, "")
-    return _sum(end, _value(end), activation) or _Epilogue(end, activation)
+    return _sum(end, value_of(end), activation) or _Epilogue(end, activation)
 
 
 # ---- activations ---------------------------------------------------------------------------------
@@ -234,7 +279,7 @@ def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
 def _activated(start: Node) -> tuple[Node, str] | None:
     """Return the last node of an activation of a node, and which it is."""
     for name in FUNCTIONS:
-        found = _after(start, _pattern(name, _value(start).dtype))
+        found = _after(start, _pattern(name, value_of(start).dtype))
         if found is not None:
             return found, name
     return None
@@ -250,15 +295,15 @@ def _gated(layer: Node) -> tuple[Node, str] | None:
         product = _only_reader(end)
         own = _other_operand(product, _aten.mul.Tensor, end) is other
         if kind and own and _only_reader(other) is product:
-            value = _value(product)
-            if _same(value.stride(), value.new_empty(value.shape).stride()):
+            value = value_of(product)
+            if same(value.stride(), value.new_empty(value.shape).stride()):
                 return product, _GATED[kind, gate is halves[1]]
     return None
 
 
 def _halves(layer: Node) -> list[Node]:
     """Return both halves of a layer's columns, in order, if nothing reads anything else of it."""
-    like, users = _value(layer), list(layer.users)
+    like, users = value_of(layer), list(layer.users)
     if len(users) == 1 and users[0].target in _SPLITS:
         users = list(users[0].users)
     columns = like.shape[-1] if like.dim() else 0
@@ -268,9 +313,9 @@ def _halves(layer: Node) -> list[Node]:
     form = (*like.shape[:-1], columns // 2)
 
     def begins_at(user: Node, column: int) -> bool:
-        half = _value(user)
+        half = value_of(user)
         lies = (half.storage_offset(), *half.stride())
-        return _same(half.shape, form) and _same(lies, (column, *like.stride()))
+        return same(half.shape, form) and same(lies, (column, *like.stride()))
 
     ends = (next((u for u in users if begins_at(u, at)), None) for at in (0, columns // 2))
     return [user for user in ends if user is not None]
@@ -305,22 +350,22 @@ def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
     other = _other_operand(reader, _aten.mul.Tensor, at)
     if other is not None:
         gate = _narrow(other, like.dtype)
-        if _value(gate).dtype not in (like.dtype, torch.float32):
+        if value_of(gate).dtype not in (like.dtype, torch.float32):
             return None
-        if not _is_gate(_value(gate), like):
+        if not is_row_of_factors(value_of(gate), like):
             return None
         at, reader = reader, _only_reader(reader)
     other = _other_operand(reader, _aten.add.Tensor, at)
     if other is None:
         return None
     residual = _narrow(other, like.dtype)
-    if _value(residual).dtype != like.dtype or not _same(_value(residual).shape, like.shape):
+    if value_of(residual).dtype != like.dtype or not same(value_of(residual).shape, like.shape):
         return None
-    if _value(reader).dtype != like.dtype:
+    if value_of(reader).dtype != like.dtype:
         reader = _only_reader(reader)
         if not _is_conversion(reader, like.dtype):
             return None
-    if not _same(_value(reader).stride(), like.stride()):
+    if not same(value_of(reader).stride(), like.stride()):
         return None
     return _Epilogue(reader, activation, residual, gate)
 
@@ -345,30 +390,4 @@ def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
 def _narrow(node: Node, dtype: torch.dtype) -> Node:
     """Return the node that is converted from a type to float32; other nodes unchanged."""
     source = node.args[0] if _is_conversion(node, torch.float32) else None
-    return source if isinstance(source, Node) and _value(source).dtype == dtype else node
-
-
-def _is_gate(gate: Any, like: Any) -> bool:
-    """Whether a tensor is a row of factors, for all rows of a result or for each group of them."""
-    own, of = tuple(gate.shape), tuple(like.shape)
-    if not 1 <= len(own) <= len(of) or not _same(own[-1:], of[-1:]):
-        return False
-    own = (*[1] * (len(of) - len(own)), *own[:-1])
-    groups = 0
-    while groups < len(own) and _same(own[groups : groups + 1], of[groups : groups + 1]):
-        groups += 1
-    return _same(own[groups:], [1] * (len(own) - groups))
-
-
-def _same(shape: Any, other: Any) -> bool:
-    """Whether lengths are known to be equal, without a guard of the graph."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return len(shape) == len(other) and all(
-        statically_known_true(n == m) for n, m in zip(shape, other, strict=True)
-    )
-
-
-def _value(x: Any) -> Any:
-    """Return the fake tensor of a node; other objects unchanged."""
-    return x.meta["val"] if isinstance(x, Node) else x
+    return source if isinstance(source, Node) and value_of(source).dtype == dtype else node

@@ -15,7 +15,8 @@ import torch
 
 #: Operators that are called so, by their names in ``torch.ops.cupyattn``.
 OPERATORS = (
-    "int8_linear", "int8_layer", "int8_layers", "diffusers_attention", "attention", "attention_qkv"
+    "int8_linear", "int8_layer", "int8_layers", "int8_normed_layers", "diffusers_attention",
+    "attention", "attention_qkv",
 )  # fmt: skip
 #: Why operators use the dispatcher with this version of torch; "" if they do not, or if nothing was
 #: compiled yet.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +16,9 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import Tensors
 from cupyattn.interop.torch.ops import define, differentiate
 from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
+from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import run
+from cupyattn.plans.norm_quant import VECTORS
 from cupyattn.quant.activation import columns_of
 
 #: Operands of a product, except codes and scales of x, by the names of the plan's buffers.
@@ -31,6 +33,9 @@ def multiply(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    *,
+    before: NormQuantSettings | None = None,
+    vectors: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
     """Quantise an input, and run the layers that read it.
 
@@ -46,6 +51,10 @@ def multiply(
         As for `Int8Linear`.
     rotate : {None, "hadamard"}
         As for `cupyattn.norm_quant`.
+    before : NormQuantSettings, optional
+        What else happens to rows before they are quantised; it has the rotation, too.
+    vectors : sequence
+        Tensors of that pass, in the order of `cupyattn.plans.norm_quant.VECTORS`.
 
     Returns
     -------
@@ -53,14 +62,19 @@ def multiply(
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
     dtype = str(x.dtype).removeprefix("torch.")
-    settings = LayersSettings(dtype, activations, arch, backend, rotation_before(rotate))
-    found: list[Tensor] = run(LAYERS, settings, named(x, layers), library=_OF_LAYERS)
+    before = before or rotation_before(rotate)
+    settings = LayersSettings(dtype, activations, arch, backend, before)
+    found: list[Tensor] = run(LAYERS, settings, named(x, layers, vectors), library=_OF_LAYERS)
     return found
 
 
-def named(x: Tensor, layers: Sequence[Sequence[Tensor | None]]) -> dict[str, Tensor]:
+def named(
+    x: Tensor, layers: Sequence[Sequence[Tensor | None]], vectors: Sequence[Tensor | None] = ()
+) -> dict[str, Tensor]:
     """Return the tensors of `multiply` by the buffers of the plan."""
     tensors = {"x": x}
+    given = zip(VECTORS, vectors, strict=False)
+    tensors |= {name: vector for name, vector in given if vector is not None}
     for number, layer in enumerate(layers):
         for name, tensor in zip(_names(number), layer, strict=False):
             if tensor is not None:
@@ -120,6 +134,59 @@ def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Ten
     return results_of(x, [(weight,) for weight in weights], others[2])
 
 
+class NormedLayers(NamedTuple):
+    """The arguments of ``int8_normed_layers``, in their order."""
+
+    x: Any
+    #: Tensors of `cupyattn.norm_quant`: weight and bias of the norm, and the modulation.
+    norm_weight: Any
+    norm_bias: Any
+    scale: Any
+    shift: Any
+    norm: str
+    eps: float
+    rotate: str | None
+    weights: Sequence[Any]
+    weight_scales: Sequence[Any]
+    biases: Sequence[Any]
+    #: Of a single layer.
+    residual: Any
+    gate: Any
+    activations: Sequence[str]
+    arch: str | None
+    backend: str | None
+
+    @property
+    def layers(self) -> list[tuple[Any, ...]]:
+        """The tensors of each layer, as `multiply` takes them."""
+        beside = (self.residual, self.gate) if self.residual is not None else ()
+        own = zip(self.weights, self.weight_scales, self.biases, strict=True)
+        return [(*tensors, *beside) for tensors in own]
+
+    @property
+    def before(self) -> NormQuantSettings:
+        """What happens to rows before they are quantised."""
+        return NormQuantSettings(self.norm, None, self.rotate, self.eps, "channel", None)
+
+    @property
+    def vectors(self) -> tuple[Any, ...]:
+        """The tensors of that pass, as `multiply` takes them."""
+        return self.norm_weight, self.norm_bias, self.scale, self.shift
+
+
+def _normed_layers(*arguments: Any) -> list[Tensor]:
+    call = NormedLayers(*arguments)
+    return multiply(
+        call.x, call.layers, tuple(call.activations), call.arch, call.backend, before=call.before,
+        vectors=call.vectors,
+    )  # fmt: skip
+
+
+def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
+    call = NormedLayers(*arguments)
+    return results_of(call.x, call.layers, call.activations)
+
+
 layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
@@ -131,6 +198,15 @@ layers = define(
     "Tensor x, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, str[] activations, "
     "str? arch, str? backend, str? rotate=None",
     "Tensor[]", _layers, _layers_fake,
+)  # fmt: skip
+
+
+normed_layers = define(
+    "int8_normed_layers",
+    "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str norm, "
+    "float eps, str? rotate, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, "
+    "Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend",
+    "Tensor[]", _normed_layers, _normed_layers_fake,
 )  # fmt: skip
 
 

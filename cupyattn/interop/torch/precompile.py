@@ -19,6 +19,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import dtype_of
 from cupyattn.interop.torch.linear_parts import named
 from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
+from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
 
@@ -30,16 +31,19 @@ def begin(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    *,
+    before: NormQuantSettings | None = None,
+    vectors: Sequence[Tensor | None] = (),
 ) -> None:
     """Begin to compile the kernels of a call of `cupyattn.interop.torch.linear_parts.multiply`.
 
     Parameters
     ----------
-    x, layers, activations, arch, backend, rotate
+    x, layers, activations, arch, backend, rotate, before, vectors
         As for that function; fake tensors, of which only forms are read. Calls with few rows or
         symbolic lengths are compiled when they first run.
     """
-    tensors = named(x, layers)
+    tensors = named(x, layers, vectors)
     known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
     if x.device.type != "cuda" or backend == "mirror" or not known:
         return
@@ -47,7 +51,8 @@ def begin(
         return
     major, minor = torch.cuda.get_device_capability(x.device)
     forms = tuple((name, tuple(one.shape), one.dtype) for name, one in tensors.items())
-    _begin(forms, tuple(activations), arch, 10 * major + minor, rotate)
+    before = before or rotation_before(rotate)
+    _begin(forms, tuple(activations), arch, 10 * major + minor, before)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -62,7 +67,7 @@ def sources(
     activations: tuple[str, ...],
     arch: str | None,
     capability: int,
-    rotate: str | None = None,
+    before: NormQuantSettings | None = None,
 ) -> list[tuple[ModuleSpec, str]]:
     """Return the modules that layers of these forms need, with their architectures.
 
@@ -74,7 +79,7 @@ def sources(
         As for `cupyattn.interop.torch.linear_parts.multiply`.
     capability : int
         Of the device, times ten.
-    rotate : str, optional
+    before : NormQuantSettings, optional
         As for that function.
     """
     arrays = {n: Described.contiguous(n, shape, dtype_of(n, dtype)) for n, shape, dtype in forms}
@@ -83,7 +88,6 @@ def sources(
         return []
     if arch is None and capability == HOPPER_CAPABILITY:
         arch = "sm_90a"
-    before = rotation_before(rotate)
     settings = LayersSettings(x.dtype.name, activations, arch, "interpret", before)
     problem = problem_of(LAYERS, settings, arrays)
     plans = LAYERS.plan(problem).plans

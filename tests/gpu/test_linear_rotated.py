@@ -1,0 +1,92 @@
+"""Rotated layers on a device: NumPy's codes, the mirror's bits, torch's operators and graphs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyattn as ca
+from cupyattn.arrays.kinds import as_float64
+from tests.gpu.support import cupy, on_device
+
+#: Channels of Flux, of Wan's feed-forward, and groups of 128 and 64.
+CHANNELS = [3072, 13_824, 1152, 1600]
+ROTATIONS = ["hadamard", "hadamard_contiguous"]
+
+
+def operands(rows: int, out: int, channels: int) -> tuple[Any, Any]:
+    """Draw rows with outlier channels, and a weight."""
+    rng = np.random.default_rng(channels)
+    x = rng.standard_normal((rows, channels)).astype(np.float16)
+    x[:, rng.permutation(channels)[: max(1, channels // 200)]] *= 30
+    return x, (rng.standard_normal((out, channels)) / np.sqrt(channels)).astype(np.float16)
+
+
+@pytest.mark.parametrize("rotate", ROTATIONS)
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("rows", [1, 33, 2048])
+def test_a_device_has_the_bits_of_numpy(rows: int, channels: int, rotate: str) -> None:
+    x, w = operands(rows, 256, channels)
+    plain = ca.Int8Linear.from_weight(w, w[:, 0], strategy="channel", rotate=rotate)
+    own = ca.Int8Linear.from_weight(
+        *on_device(w, w[:, 0]), strategy="channel", rotate=rotate
+    )
+    assert own.codes.get().tobytes() == plain.codes.tobytes()
+    assert own.scales.get().tobytes() == plain.scales.tobytes()
+    y = own(*on_device(x))
+    assert isinstance(y, cupy.ndarray) and y.get().tobytes() == plain(x).tobytes()
+    exact = as_float64(x) @ as_float64(w).T + as_float64(w[:, 0])
+    assert (np.abs(as_float64(y.get()) - exact) <= plain.error(x, w)).all()
+
+
+@pytest.mark.parametrize("channels", [3072, 13_824])
+def test_a_rotation_errs_less_than_blocks(channels: int) -> None:
+    x, w = operands(512, 256, channels)
+    exact = as_float64(x) @ as_float64(w).T
+
+    def away(**options: Any) -> float:
+        (rows, weight) = on_device(x, w)
+        y = ca.Int8Linear.from_weight(weight, **options)(rows, out_dtype="float32")
+        return float(np.linalg.norm(y.get() - exact) / np.linalg.norm(exact))
+
+    rotated = away(strategy="channel", rotate="hadamard")
+    assert rotated <= (0.013 if channels == 3072 else 0.015)
+    assert rotated <= 1.3 * away(strategy="block") and rotated < away(strategy="channel")
+
+
+def test_layers_and_norms_of_torch_have_the_bits_of_the_mirror() -> None:
+    """Eager, compiled with its norm in the pass, and as a replaced model."""
+    torch = pytest.importorskip("torch")
+    interop = importlib.import_module("cupyattn.interop.torch")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3072, 512, dtype=torch.bfloat16).requires_grad_(False)
+    norm = torch.nn.LayerNorm(3072, eps=1e-6, elementwise_affine=False, dtype=torch.bfloat16)
+    x = torch.randn(2, 300, 3072, dtype=torch.bfloat16)
+    s, t = torch.randn(2, 2, 1, 3072, dtype=torch.bfloat16)
+    for rotate in (None, *ROTATIONS):
+        host = interop.Int8Linear.from_linear(
+            linear, strategy="channel", rotate=rotate, backend="mirror"
+        )
+        own = interop.Int8Linear.from_linear(linear.cuda(), strategy="channel", rotate=rotate)
+        assert torch.equal(own.weight_codes.cpu(), host.weight_codes)
+        assert torch.equal(own(x.cuda()).cpu(), host(x))
+
+        def function(x: Any, s: Any, t: Any, own: Any = own) -> Any:
+            return own(norm(x) * (1 + s) + t)
+
+        torch._dynamo.reset()
+        given = [one.cuda() for one in (x, s, t)]
+        with torch.no_grad():
+            found = torch.compile(function, fullgraph=True)
+            first, again = found(*given), found(*given)
+            eager = function(*given)
+        assert torch.equal(first, again)
+        assert (first - eager).double().norm() < 0.01 * eager.double().norm()
+        linear = linear.cpu()
+    config = ca.Int8Config(rotate="hadamard")
+    model = torch.nn.Sequential(torch.nn.Linear(3072, 512, dtype=torch.bfloat16)).cuda()
+    with interop.replace_linear_with_int8(model, config=config) as handle:
+        assert model[0].rotate == "hadamard" and "rotated" in handle.report()
