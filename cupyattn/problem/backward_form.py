@@ -168,8 +168,10 @@ def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Su
         return Support(False, "the Hopper form takes no bias")
     if call.mask and call.head_dim > SUMMED:
         return Support(False, f"the Hopper form takes no mask past head_dim {SUMMED}")
-    if call.mask and call.block_mask != (0, 0):
-        return Support(False, "the Hopper form takes no mask with a block mask")
+    if call.mask and (call.block_mask != (0, 0) or call.packed is not None):
+        return Support(
+            False, "the Hopper form takes no mask with a block mask or of packed sequences"
+        )
     rows, keys = call.block_mask
     size = 128 if call.head_dim <= SUMMED else 64
     if rows % size or keys % size:

@@ -6,6 +6,7 @@ takes part where it can be had.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from cupyattn.measure import timing
 from experiments._harness.cells import Cell, Problem
 
 FLASH_2, CUDNN = "torch SDPA, FlashAttention-2", "torch SDPA, cuDNN"
-FLASH_3 = "FlashAttention-3"
+FLASH_3, FLASH_4 = "FlashAttention-3", "FlashAttention-4"
 #: What fa_tc is held to on Hopper, which FlashAttention-2 was not written for.
 RIVALS = (CUDNN, FLASH_3)
 #: Where the FlashAttention-3 extension of vLLM lies (``_vllm_fa3_C.abi3.so``).
@@ -46,6 +47,15 @@ def sdpa(problem: Problem) -> list[Cell]:
         return _cell(name, run, prepare)
 
     return [cell(FLASH_2, SDPBackend.FLASH_ATTENTION), cell(CUDNN, SDPBackend.CUDNN_ATTENTION)]
+
+
+def flash_attention_4() -> Callable[..., Any] | None:
+    """Return the function of FlashAttention-4, of layout BSHD; None where it cannot be imported."""
+    try:
+        found: Callable[..., Any] = importlib.import_module("flash_attn.cute").flash_attn_func
+    except ImportError:
+        return None
+    return found
 
 
 def flash_attention_3(problem: Problem) -> list[Cell]:

@@ -1,16 +1,18 @@
 """How far are the gradients from the fastest there are, and what do equal bits cost?
 
 Varies       length in {512, 1024, 2048, 4096, 8192, 16384}; head_dim in {64, 128, 256}; causal or
-             not
-Holds fixed  16,384 tokens in all, heads x head_dim = 2048, float16, N(0, 1), d_out too
+             not; the type, by default float16; with --wan 40 heads of 128 at 7,800 and 17,160
+Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1), d_out too
 Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, what
              the atomic form does); in the same rounds the ratio of the default form to cuDNN, and
-             of the atomic to the deterministic form
-Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, the
-             backward pass alone
+             of the atomic to the deterministic form; with --joules the clocks, watts and joules of
+             each, sustained and in turns
+Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, and
+             FlashAttention-4 where it can be imported; the backward pass alone
 Expect       the form that is taken ahead of cuDNN; the deterministic form at 0.85 and more of the
              atomic one; the same past head_dim 128
 Run          python -m experiments.speed.backward [--quick] [--json FILE] [--head-dims N ...]
+             [--dtypes TYPE ...] [--wan] [--joules] [--seconds 2] [--turns 2]
              [--plot FOLDER] [--stored]
 """
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,24 @@ from cupyattn.gradients import backward_exact, judge_backward
 from cupyattn.measure import device, timing
 from cupyattn.measure.rungs import relative_error
 from cupyattn.measure.words import format_seconds
-from experiments._harness import plots, recording
+from experiments._harness import joules, plots, recording
 from experiments._harness.cells import REFUSALS, Problem, reason
-from experiments._harness.others import CUDNN, FLASH_2, format_comparison, ratio, refusing
+from experiments._harness.others import (
+    CUDNN,
+    FLASH_2,
+    FLASH_4,
+    flash_attention_4,
+    format_comparison,
+    ratio,
+    refusing,
+)
 from experiments.speed.peers import HEAD_DIMS, LENGTHS, problems
 
 ATOMIC, DETERMINISTIC = "atomic", "deterministic"
-COMPARISONS = ("beside cuDNN", "deterministic beside atomic")
+BESIDE_FLASH_4 = f"beside {FLASH_4}"
+COMPARISONS = ("beside cuDNN", BESIDE_FLASH_4, "deterministic beside atomic")
+#: Heads, head_dim, lengths and type of Wan's self-attention.
+WAN_HEADS, WAN_DIM, WAN_LENGTHS, WAN_DTYPE = 40, 128, (7800, 17160), "bfloat16"
 #: Relative error that another library's gradients may have, several times that of 16 bits.
 TOLERANCE = 0.01
 #: Takes d_out, q, k, v, out and lse and returns what runs the backward pass on them.
@@ -75,10 +89,34 @@ def theirs(problem: Problem) -> dict[str, Prepare]:
 
         return refusing(name, prepared)
 
-    return {
+    found = {
         FLASH_2: prepare(FLASH_2, SDPBackend.FLASH_ATTENTION),
         CUDNN: prepare(CUDNN, SDPBackend.CUDNN_ATTENTION),
     }
+    attend = flash_attention_4()
+    if attend is not None:
+        found[FLASH_4] = refusing(FLASH_4, rows_first(attend, torch, causal=problem.causal))
+    return found
+
+
+def rows_first(attend: Callable[..., Any], torch: Any, *, causal: bool) -> Prepare:
+    """Return the backward pass of a function of layout BSHD, whose rows are copied beforehand."""
+
+    def prepared(d_out: Any, q: Any, k: Any, v: Any, *_: Any) -> Callable[[], Any]:
+        given, *rows = (
+            torch.from_dlpack(x).detach().transpose(1, 2).contiguous() for x in (d_out, q, k, v)
+        )
+        operands = [x.requires_grad_() for x in rows]
+        out = attend(*operands, causal=causal)
+        out = out[0] if isinstance(out, tuple) else out
+
+        def backward() -> Any:
+            found = torch.autograd.grad(out, operands, given, retain_graph=True)
+            return [x.transpose(1, 2) for x in found]
+
+        return refusing(FLASH_4, backward)
+
+    return prepared
 
 
 def received(problem: Problem, *, on_device: bool) -> tuple[Any, ...]:
@@ -145,6 +183,11 @@ def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
             row["samples"] = samples[row["variant"]]
             row["seconds"] = timing.median(row["samples"]).median
             row["tflops"] = operations / row["seconds"] / 1e12
+        if args.joules:
+            typical = {row["variant"]: row["seconds"] for row in fit}
+            counted = joules.on_device(calls, typical, args.seconds, args.turns, operations)
+            for row in fit:
+                row["energy"] = counted[row["variant"]]
     return {
         "problem": vars(problem) | {"name": problem.name}, "operations": operations, "rows": rows,
         "taken": taken, **compared(rows, taken),
@@ -153,11 +196,12 @@ def measure(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(rows: Sequence[Mapping[str, Any]], taken: str) -> dict[str, Any]:
-    """Return how fast the form that is taken is beside cuDNN, and the deterministic beside both."""
+    """Return how fast the form that is taken is beside others, and the deterministic beside it."""
     by_name = {row["variant"]: row for row in rows}
     deterministic = by_name.get(DETERMINISTIC)
     return {
         "beside cuDNN": ratio(by_name.get(CUDNN), by_name.get(taken)),
+        BESIDE_FLASH_4: ratio(by_name.get(FLASH_4), by_name.get(taken)),
         "deterministic beside cuDNN": ratio(by_name.get(CUDNN), deterministic),
         "deterministic beside atomic": ratio(by_name.get(ATOMIC), deterministic),
     }
@@ -165,30 +209,50 @@ def compared(rows: Sequence[Mapping[str, Any]], taken: str) -> dict[str, Any]:
 
 def report(record: Mapping[str, Any], folder: Path | None) -> None:
     """Print the table of a record, and draw it if that was asked for."""
-    header = ["", "J2", "time", "TFLOP/s", *COMPARISONS]
+    header = ["", "J2", "time", "TFLOP/s", "J a call", "W", "SM MHz", *COMPARISONS]
     rows = []
     for found in record["problems"]:
-        rows.append([found["problem"]["name"], *[""] * 3])
-        rows[-1] += [format_comparison(found[x]) for x in COMPARISONS]
+        rows.append([found["problem"]["name"], *[""] * 6])
+        rows[-1] += [format_comparison(found.get(x)) for x in COMPARISONS]
         for row in found["rows"]:
             judged = f"{row['j2']:.3f}" if "j2" in row else "not supported"
             timed = ["-", "-"]
             if "seconds" in row:
                 timed = [format_seconds(row["seconds"]), f"{row['tflops']:.4g}"]
             taken = " (taken)" if row["variant"] == found["taken"] else ""
-            rows.append([f"  {row['variant']}{taken}", judged, *timed, "", ""])
+            rows.append([f"  {row['variant']}{taken}", judged, *timed, *of_energy(row), *[""] * 3])
     output.print_table(header, rows)
     if folder:
         for file in plots.draw_by_length(record, folder, "backward", plots.BACKWARD_LINES):
             print(f"wrote {file}")
 
 
+def of_energy(row: Mapping[str, Any]) -> list[str]:
+    """Return joules of a call, watts and clock of a row, where they were counted."""
+    if "energy" not in row:
+        return ["-"] * 3
+    one = row["energy"]
+    clock = f"{one['clocks'].get('sm_clock_mhz', 0):.0f}"
+    return [f"{one['joules_per_call']:.4g}", f"{one['watts']:.0f}", clock]
+
+
+def all_problems(args: argparse.Namespace) -> list[Problem]:
+    """Return the inputs of the arguments."""
+    found = [replace(one, dtype=dtype) for dtype in args.dtypes for one in problems(args)]
+    if args.wan:
+        for length in (recording.quick_length(args, n) for n in WAN_LENGTHS):
+            heads = 1 if args.quick else WAN_HEADS
+            found.append(Problem(1, heads, length, WAN_DIM, dtype=WAN_DTYPE, seed=args.seed))
+    return found
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the experiment, print the table, write the record."""
     recording.check_rounds(args)
+    joules.check_seconds(args.seconds)
     if args.plot:
         plots.check(args.plot)
-    found = [measure(problem, args) for problem in problems(args)]
+    found = [measure(problem, args) for problem in all_problems(args)]
     content = {"rounds": 0 if args.quick else args.rounds, "problems": found}
     record = recording.keep(args, "backward", "mirror" if args.quick else "cuda", content)
     report(record, args.plot)
@@ -206,6 +270,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["float16"], choices=["float16", "bfloat16"], metavar="TYPE"
+    )
+    parser.add_argument("--wan", action="store_true", help="the shapes of Wan, too")
+    parser.add_argument("--joules", action="store_true", help="count the energy of each pass")
+    parser.add_argument(
+        "--seconds", type=float, default=joules.LEAST_SECONDS, help="of each window of --joules"
+    )
+    parser.add_argument("--turns", type=int, default=2, help="windows of each pass")
     parser.add_argument(
         "--plot", metavar="FOLDER", type=Path, help="draw backward_hdN.svg for every head_dim"
     )

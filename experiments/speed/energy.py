@@ -5,7 +5,11 @@ Varies       every rung at head_dim 128 and length 4,096; fa_tc and fa_int8 at 1
 Holds fixed  16,384 tokens in all, 16 heads, float16, N(0, 1)
 Measures     J2; joules per call by NVML's counter, idle power included and taken off; watts;
              GFLOP/s per watt; the SM clock in the middle of a window
+             With --backward instead the gradients at head_dim 64, 128 and 256 and at Wan's shapes:
+             both forms, torch's backends and FlashAttention-4 in turns, in the record
+             energy_backward.json
 Run          python -m experiments.speed.energy [--quick] [--seconds 2] [--json FILE]
+             [--backward] [--turns 3]
 
 A window lasts at least --seconds, which must be 2 or more, and begins and ends where the counter is
 renewed. There is one window a cell and one at rest before them. The record is rewritten after each,
@@ -24,16 +28,15 @@ import cupyattn as ca
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
 from cupyattn.measure import device, energy, nvml, timing, words
-from experiments._harness import recording
+from experiments._harness import joules, recording
 from experiments._harness.cells import Cell, Problem, judge_problem, rotating, rung
 from experiments._harness.others import sdpa
-from experiments.speed.peers import TOKENS
+from experiments.speed import backward
+from experiments.speed.peers import HEAD_DIMS, TOKENS, WIDTH
 
 HEADS, HEAD_DIM = 16, 128
 #: Length: the rungs that run there.
 LENGTHS = {4096: tuple(ca.VARIANTS), 16384: ("fa_tc", "fa_int8")}
-#: A window is no shorter: the counter is renewed every 0.1 s.
-LEAST_SECONDS = 2.0
 
 
 def grid(args: argparse.Namespace) -> list[tuple[Problem, list[Cell]]]:
@@ -94,8 +97,9 @@ def above_idle(row: Mapping[str, Any], idle_watts: float) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Judge every cell, count its energy, keep the record and print the table."""
-    if not args.seconds >= LEAST_SECONDS:
-        raise ValueError(f"--seconds must be at least {LEAST_SECONDS}, got {args.seconds}")
+    joules.check_seconds(args.seconds)
+    if args.backward:
+        return run_backward(args)
     content: dict[str, Any] = {"window_seconds": args.seconds, "problems": []}
     if not args.quick:
         content["idle"] = at_rest(args.seconds)
@@ -117,6 +121,39 @@ def run(args: argparse.Namespace) -> int:
     return 0 if recording.passed(record) else 1
 
 
+def backward_problems(args: argparse.Namespace) -> list[Problem]:
+    """Return the inputs of the gradients: one long sequence by head_dim, and Wan's."""
+    length = recording.quick_length(args, TOKENS)
+    width = 256 if args.quick else WIDTH
+    found = [
+        Problem(1, width // head_dim, length, head_dim, causal, "bfloat16", seed=args.seed)
+        for head_dim in HEAD_DIMS
+        for causal in (False, True)
+    ]
+    for wan in (recording.quick_length(args, n) for n in backward.WAN_LENGTHS):
+        heads = 1 if args.quick else backward.WAN_HEADS
+        found.append(Problem(1, heads, wan, backward.WAN_DIM, dtype="bfloat16", seed=args.seed))
+    return found
+
+
+def run_backward(args: argparse.Namespace) -> int:
+    """Count the energy of backward passes in turns; keep the record after each problem."""
+    content: dict[str, Any] = {
+        "window_seconds": args.seconds, "turns": args.turns, "rounds": args.rounds, "problems": []
+    }  # fmt: skip
+    if not args.quick:
+        content["idle"] = at_rest(args.seconds)
+    args.joules = True
+    record: dict[str, Any] = {"problems": []}
+    for problem in backward_problems(args):
+        content["problems"].append(backward.measure(problem, args))
+        where = "mirror" if args.quick else "cuda"
+        record = recording.keep(args, "energy_backward", where, content)
+    backward.report(record, None)
+    rows = (row for found in record["problems"] for row in found["rows"])
+    return 0 if all(row["ok"] for row in rows if not row["peer"]) else 1
+
+
 def line(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of one row of the table."""
     j2 = "-" if row["judgement"] is None else words.format_ratio(row["judgement"]["j2"])
@@ -132,7 +169,11 @@ def line(row: Mapping[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = recording.parser(__doc__)
-    parser.add_argument("--seconds", type=float, default=LEAST_SECONDS, help="of each window")
+    parser.add_argument(
+        "--seconds", type=float, default=joules.LEAST_SECONDS, help="of each window"
+    )
+    parser.add_argument("--backward", action="store_true", help="of the gradients")
+    parser.add_argument("--turns", type=int, default=3, help="windows of each backward pass")
     return recording.main(run, parser.parse_args(argv))
 
 

@@ -29,7 +29,6 @@ and ``--merge`` puts their record into the committed one. The record is written 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,9 +44,9 @@ from cupyattn.measure import rungs, timing, words
 from cupyattn.problem.choose import QUANT
 from cupyattn.quant import QuantConfig
 from cupyattn.testing import verdict
-from experiments._harness import merging, recording
+from experiments._harness import merging, others, recording
 from experiments._harness.cells import REFUSALS, Problem, rotating
-from experiments._harness.others import refusing
+from experiments._harness.others import FLASH_4, refusing
 
 PAGE = recording.ROOT / "docs" / "FEATURES.md"
 BEGIN, END = "<!-- scores: begin -->", "<!-- scores: end -->"
@@ -56,7 +55,7 @@ PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
     "plain", "key padding", "lengths", "mask", "bias", "own bias", "softcap",
 )  # fmt: skip
 #: The record of a run that had FlashAttention-4 beside it, should the last one not have had it.
-WITH_FLASH_4, FLASH_4 = "scores_h100", "FlashAttention-4"
+WITH_FLASH_4 = "scores_h100"
 #: Features that admit a share of the keys alone.
 PADDED = (PADDING, LENGTHS)
 #: What pages call libraries.
@@ -282,9 +281,8 @@ def flex_attention(
 
 def flash_attention_4(softcap: float) -> Callable[..., Any] | None:
     """Return FlashAttention-4, with its softcap or plain; None where it cannot be imported."""
-    try:
-        attend = importlib.import_module("flash_attn.cute").flash_attn_func
-    except ImportError:
+    attend = others.flash_attention_4()
+    if attend is None:
         return None
 
     def run(q: Any, k: Any, v: Any) -> Any:

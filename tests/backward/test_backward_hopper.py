@@ -81,8 +81,7 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
                 (256, "float16", {"softcap": 2.0, "window": True, "causal": True}),
                 (64, "bfloat16", {"mask": True}),
                 (64, "float16", {"mask": True, "window": True}),
-                (128, "float16", {"mask": True, "packed": Packed(900, 900, True)}),
-                (128, "float16", {"mask": True, "softcap": 2.0, "packed": Packed(900, 900, True)}),
+                (128, "float16", {"mask": True, "window": True}),
                 (128, "bfloat16", {"softcap": 2.0, "block_mask": (128, 128)}),
                 (96, "float16", {"mask": True, "softcap": 2.0, "causal": True}),
             )
@@ -115,7 +114,7 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
         ({"head_dim": 136, "mask": True}, {"mask": BIAS}, "takes no mask past head_dim 128"),
         (
             {"mask": True, "block_mask": (128, 128)}, {"mask": BIAS},
-            "takes no mask with a block mask",
+            "takes no mask with a block mask or of packed sequences",
         ),
         ({"block_mask": (64, 128)}, {}, "multiples of 128 x 128, got 64 x 128"),
         ({"head_dim": 36}, {}, "multiples of 16 bytes, got q at 16 n + 0"),
@@ -215,9 +214,8 @@ def test_a_mask_and_a_softcap(form: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_packed_sequences_take_the_corners_of_masks(head_dim: int) -> None:
-    mask = sparse((len(PACKED), 4, 150, 140))
-    options = {"mask": mask, "softcap": 2.0, **interpreted_as("sm90_deterministic")}
+def test_packed_sequences_with_a_softcap(head_dim: int) -> None:
+    options = {"softcap": 2.0, **interpreted_as("sm90_deterministic")}
     for one in run_packed_backward(PACKED, head_dim=head_dim, **options):
         one.check()
 

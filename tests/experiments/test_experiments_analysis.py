@@ -85,6 +85,17 @@ def test_energy_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--seconds must be at least 2.0, got 1.0" in capsys.readouterr().err
 
 
+def test_energy_of_gradients_runs_in_small(tmp_path: Path) -> None:
+    file = tmp_path / "energy_backward.json"
+    assert energy.main(["--quick", "--backward", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert (record["experiment"], record["turns"]) == ("energy_backward", 3)
+    assert [found["problem"]["head_dim"] for found in record["problems"]] == [
+        *(64, 64, 128, 128, 256, 256), *(128, 128)
+    ]  # fmt: skip
+    assert all(row["ok"] for found in record["problems"] for row in found["rows"])
+
+
 def test_the_page_of_nsight_compute_is_read_by_cell() -> None:
     metrics = (counters.METRICS[0], counters.PASSES, *counters.CONFLICTS, counters.DRAM[0])
     page = PAGE.format(metrics=",".join(f'"{name}"' for name in metrics))

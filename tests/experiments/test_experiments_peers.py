@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from cupyattn.measure import rungs
-from experiments._harness import others, plots, recording
+from cupyattn.measure import energy, rungs
+from experiments._harness import joules, others, plots, recording
 from experiments._harness.cells import Problem, judge_cell
 from experiments.diffusion import diffusion_shapes
 from experiments.speed import backward, peers
@@ -65,6 +66,62 @@ def test_gradients_are_compared_in_pairs_of_the_same_rounds_and_drawn(tmp_path: 
     record = {"backend": "cuda", "environment": environment, "problems": problems}
     (file,) = plots.draw_by_length(record, tmp_path, "backward", plots.BACKWARD_LINES)
     assert file.name == "backward_hd64.svg" and "deterministic" in file.read_text()
+
+
+@pytest.mark.frameworks
+def test_flash_attention_4_is_given_rows_first_and_compared() -> None:
+    """Here torch's own function of that layout stands in for it."""
+    torch = pytest.importorskip("torch")
+
+    def attend(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+        assert q.is_contiguous() and q.shape == (1, 40, 1, 16) and causal
+        x = (y.transpose(1, 2) for y in (q, k, v))
+        o = torch.nn.functional.scaled_dot_product_attention(*x, is_causal=causal)
+        return o.transpose(1, 2), None
+
+    problem = Problem(1, 1, 40, 16, causal=True)
+    given = backward.received(problem, on_device=False)
+    prepared = backward.rows_first(attend, torch, causal=True)(*given)
+    for found in (prepared(), prepared()):
+        result = [x.contiguous().numpy() for x in found]
+        assert backward.judge(problem, others.FLASH_4, result, given)["ok"]
+    rows = [timed(others.FLASH_4, 1.0, 2.0), timed(backward.ATOMIC, 0.5, 1.0)]
+    found = backward.compared(rows, backward.ATOMIC)
+    assert found[backward.BESIDE_FLASH_4] == pytest.approx([2.0] * 3)
+    assert found["beside cuDNN"] is None
+
+
+def test_energy_of_passes_is_counted_in_turns() -> None:
+    """Of a meter that says 300 J and 500 J for windows of the first and the second pass."""
+    seen: list[str] = []
+
+    def window(work: Callable[[], int], _: Any, seconds: float) -> energy.Window:
+        calls = work()
+        seen.append("first" if calls == 10 else "second")
+        return energy.Window({10: 300.0, 20: 500.0}[calls], seconds, calls)
+
+    clocks = iter(range(1000, 2000))
+    found = joules.in_turns(
+        {"first": lambda: 10, "second": lambda: 20}, None, 2.0, 3, 10**12,
+        window=window, clocks=lambda: {"sm_clock_mhz": next(clocks)},
+    )  # fmt: skip
+    assert seen == ["first", "second"] * 3
+    first, second = found["first"], found["second"]
+    assert (first["joules_per_call"], second["joules_per_call"]) == (30.0, 25.0)
+    assert (first["watts"], first["calls"], second["sustained_tflops"]) == (150.0, 30, 10.0)
+    assert [x["sm_clock_mhz"] for x in second["clocks_of_turns"]] == [1001, 1003, 1005]
+    assert backward.of_energy({"energy": second}) == ["25", "250", "1005"]
+    assert backward.of_energy({}) == ["-"] * 3
+
+
+def test_types_and_shapes_of_wan_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "backward.json"
+    arguments = ["--quick", "--head-dims", "64", "--dtypes", "bfloat16", "--wan"]
+    assert backward.main([*arguments, "--json", str(file)]) == 0
+    found = [one["problem"] for one in json.loads(file.read_text())["problems"]]
+    assert [x["head_dim"] for x in found] == [64, 64, 128, 128]
+    assert {x["dtype"] for x in found} == {"bfloat16"}
+    assert backward.main([*arguments, "--joules", "--seconds", "1"]) == 2
 
 
 def test_the_peers_run_in_small(tmp_path: Path) -> None:
