@@ -1,8 +1,8 @@
 """What the founding notes say of performance, and what was measured: a table of PERFORMANCE.md.
 
 The notes speak of an A100 and of kernels that were to be written; everything measured here is of
-the device that the records name. A line whose records are missing is left out; one of what nobody
-measured says so, and why.
+the device that the records name. A line whose records are missing is left out. A line without a
+measurement says so, and why.
 """
 
 from __future__ import annotations

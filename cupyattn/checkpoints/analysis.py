@@ -155,8 +155,8 @@ class Analysis:
     def totals(self) -> dict[str, Any]:
         """Tensors, elements and bytes before and after, in all and by verdict.
 
-        Bytes are those of the tensors, to the byte what `convert` writes; headers of files and
-        small files come on top.
+        Bytes are of the tensors, to the byte as `convert` writes; headers of files and small files
+        come on top.
         """
 
         def total(some: Sequence[TensorReport]) -> dict[str, int]:

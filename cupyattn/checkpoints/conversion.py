@@ -40,8 +40,8 @@ from cupyattn.version import __version__
 
 #: Types that a tensor has in a converted model and had before: `convert` narrows no other.
 _WIDENED = (("BF16", "F32"), ("F16", "F32"))
-#: The bound of a code's error in units of its scale, 1/2 + 2^-16 [L14], with room for rounding a
-#: float32 product of at most 128 units, 2^-17 [L20], and a difference of at most one, 2^-25.
+#: The bound of a code's error in units of its scale, 1/2 + 2^-16 [L14]. It includes 2^-17 for
+#: rounding a float32 product of at most 128 units [L20], and 2^-25 for a difference of at most one.
 HALF_STEP = np.float32(0.5 + 2.0**-15)
 
 LOG = logging.getLogger("cupyattn")

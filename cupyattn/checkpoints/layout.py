@@ -18,8 +18,8 @@ from cupyattn.checkpoints.schemes import Scheme, by_channel, read_schemes, squar
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
 WEIGHT = ".weight"
 QUANTIZATION = "quantization_config"
-#: The name of our own record among a file's strings, and its versions by what shares a scale: what
-#: read only the first version knows blocks alone.
+#: The name of our record among a file's strings, and its versions by the groups that share a scale.
+#: Readers of the first version alone know only blocks.
 RECORD, RECORD_VERSIONS = "cupyattn", {"block": 1, "channel": 2}
 
 

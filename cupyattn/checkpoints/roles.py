@@ -1,7 +1,7 @@
 """What a tensor does in its model, by its name: the conventions of diffusion transformers.
 
-Names are those of Kandinsky 5 (one for all its publishers), of diffusers' Flux, SD3, Wan, PixArt
-and their like, and of their authors' own files where those differ.
+Names are of Kandinsky 5 (one for all its publishers) and of diffusers' Flux, SD3, Wan, PixArt and
+similar models. If the files of their authors have other names, these are included, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which tensors of a quantised checkpoint are codes, and what turns each into numbers.
 
 A weight is ``(codes - zero points) * scales``. In every strategy a block of rows and columns shares
-a scale: per tensor the whole weight, per channel one row, per group a part of a row. Unknown
-settings are refused by name, because ignoring one would give wrong numbers.
+a scale. It is the whole weight per tensor, one row per channel, and a part of a row per group.
+Unknown settings are refused by name, because ignoring one would give wrong numbers.
 """
 
 from __future__ import annotations

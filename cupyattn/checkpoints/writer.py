@@ -1,9 +1,9 @@
 """A model written whole or not at all: shards, index and companions, in a folder beside the target.
 
-``NAME.partial`` holds what is being written; its ``model`` becomes NAME in one step, once
-everything has been read back. A shard that has its final name there was checked, and its checksum
-stands in ``state.json``. The same work begun again after a kill keeps the shards that still have
-theirs, goes on behind them, and ends in the same bytes.
+``NAME.partial`` holds the unfinished files; its ``model`` becomes NAME in one step, once everything
+has been read back. A shard that has its final name there was checked, and its checksum stands in
+``state.json``. The same work begun again after a kill keeps the shards that still have theirs, goes
+on behind them, and ends in the same bytes.
 """
 
 from __future__ import annotations

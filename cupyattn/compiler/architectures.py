@@ -23,7 +23,8 @@ E4M3_CAPABILITY, CLUSTER_CAPABILITY = 89, 90
 
 
 #: Bytes of shared memory that a block may have, by compute capability times ten (CUDA C++
-#: Programming Guide, technical specifications); of a capability that is not here, `LEAST_SHARED`.
+#: Programming Guide, technical specifications). For capabilities that are not listed it is
+#: `LEAST_SHARED`.
 SHARED_MEMORY = {
     80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10,
 }  # fmt: skip

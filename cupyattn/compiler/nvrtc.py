@@ -1,9 +1,9 @@
 """NVRTC, NVIDIA's run-time compiler, through ctypes: CUDA C++ in, PTX and cubin out.
 
-No GPU, no driver and no CuPy are needed. CuPy carries a binding of its own; this one exists because
-it works without CuPy, keeps the last byte of the cubin (without it disassemblers refuse the file),
-and can hold a second NVRTC beside the one that CuPy loaded, so that two versions of ptxas can be
-compared (``CUPYATTN_NVRTC=/path/to/libnvrtc.so``).
+No GPU, no driver and no CuPy are needed. CuPy has another binding. This one works without CuPy, and
+keeps the last byte of the cubin, without which disassemblers refuse the file. It can also hold a
+second NVRTC beside CuPy's, to compare two versions of ptxas
+(``CUPYATTN_NVRTC=/path/to/libnvrtc.so``).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
     """Whether keys are to be summed where they are weighed.
 
-    They are where the kept ones become codes where they lie: smoothing may subtract any vector, and
-    the mean of all keys spares a read of those that are kept.
+    They are if kept keys become codes in place. Smoothing may subtract any vector, and the mean of
+    all keys saves a read of the kept keys.
 
     Parameters
     ----------

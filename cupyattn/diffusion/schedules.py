@@ -1,7 +1,7 @@
 """Noise schedules: how noisy each step of a sampler is, and what that says of activations.
 
-One measure serves every family of models: the noise-to-signal ratio of the network's input, which
-is the standard deviation of the noise over the factor of the image. It is sigma of EDM, sqrt((1 -
+One measure serves every family of models: the noise-to-signal ratio of the network's input. It is
+the standard deviation of the noise over the factor of the image. It is sigma of EDM, sqrt((1 -
 abar) / abar) of DDPM, and sigma / (1 - sigma) of flow matching. A *timestep* is an index into a
 schedule: 0 is the first step of sampling, that with most noise.
 """

@@ -1,4 +1,4 @@
-"""Tile sizes of the backward kernels, chosen among those that do not spill and fit in 99 KB."""
+"""Tile sizes of the backward kernels, chosen among tiles that do not spill and fit in 99 KB."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ HOPPER_TILES = {
 }
 #: The largest head_dim for which the Hopper form can add up dQ in memory.
 SUMMED = 128
-#: Blocks that add to dQ in turn are faster than atomic additions past this head_dim and up to so
-#: many keys, twice as many under a causal mask (experiments/results/backward.json).
+#: Past this head_dim and up to so many keys, blocks that add to dQ in turn are faster than atomic
+#: additions. Under a causal mask the limit is twice as many keys
+#: (experiments/results/backward.json).
 IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.

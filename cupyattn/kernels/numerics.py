@@ -27,8 +27,8 @@ EX2_FLUSH = 2.0**-126
 TANHF_ERROR = 2.0**-21
 #: Relative error of ``tanh.approx.f32`` (PTX ISA, "tanh": 2^-11).
 TANH_APPROX_ERROR = 2.0**-11
-#: LARGEST_SCORE of ``score.cuh``, in log2 units: M is rounded to nearest below, and down from
-#: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
+#: LARGEST_SCORE of ``score.cuh``, in log2 units. M is rounded to nearest below it. From there on M
+#: is rounded down, and exponents are capped at LARGEST_EXPONENT, which rounding would exceed.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
 #: [L31] How far weights may grow before a lazy M rises, in log2 units. P and its sums can store
 #: weights up to this size, whether the rounding of M or its lag makes them large. The value is that

@@ -98,7 +98,7 @@ class _Layers(Operation):
         )
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the products with NumPy; return those that no array receives."""
+        """Compute the products with NumPy; return the products that no array receives."""
         codes, products = problem.settled
         made = {_CODES[name]: x for name, x in ACT_QUANT.mirror(codes, arrays).items()}
         results: dict[str, Any] = {}

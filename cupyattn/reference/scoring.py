@@ -1,7 +1,7 @@
 """What features do to a score beside scaling it: ``kernels_cu/prims/score/score.cuh`` in Python.
 
-`Scoring` holds window, softcap, mask, bias and block mask of one call, for the definition in
-float64 and for the mirror in float32 alike: each caps and adds in its own precision, and masks by
+`Scoring` holds window, softcap, mask, bias and block mask of one call. Both the definition in
+float64 and the mirror in float32 use it. Each caps and adds in its precision, and masks by
 selection here.
 """
 

@@ -17,8 +17,8 @@ from cupyattn.arrays.memory import data_address
 #: In reports, by the names of backends.
 WORDS = {"cuda": "device", "interpret": "interpreter", "mirror": "mirror"}
 
-#: By the address of memory that is still held: its owner, and by the address of what a backend
-#: wrote of it the end and the backend.
+#: Owners of memory that is still held, by its address. For each, the end and the backend of every
+#: part that a backend wrote, by the part's address.
 _made: dict[int, tuple[weakref.ref[Any], dict[int, tuple[int, str]]]] = {}
 
 

@@ -2,7 +2,7 @@
 
 The driver calls it programmatic stream serialisation (``cuLaunchKernelEx``); CuPy's
 launcher has no place for the attribute that asks for it. A kernel launched so waits by itself for
-what it reads (``kernels_cu/prims/instructions/griddepcontrol.cuh``).
+its operands (``kernels_cu/prims/instructions/griddepcontrol.cuh``).
 """
 
 from __future__ import annotations
