@@ -59,7 +59,7 @@ _LAYERS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of a block takes, in 16 bits and as INT8.
+    """Time and memory of a part of a block, in 16 bits and as INT8.
 
     Parameters
     ----------
@@ -132,9 +132,9 @@ def benchmark_block(
     rounds : int
         Samples of each time.
     seed : int
-        Of the inputs, N(0, 1): what a norm without weights leaves.
+        Standard deviation of the inputs, N(0, 1), as after a norm without weights.
     strategy : {"block", "channel"}
-        What shares a scale of the layers.
+        Groups of the layers that share a scale.
 
     Returns
     -------

@@ -51,7 +51,7 @@ Advance = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` or `dequantize` wrote, or would.
+    """Files that `convert` or `dequantize` wrote, or would write.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Conversion:
     files : dict of str to int
         Names and sizes.
     analysis : Analysis or None
-        What became of each tensor; None for `dequantize`.
+        Verdict on each tensor; None for `dequantize`.
     written : bool
         False for a dry run.
     left_out : dict of str to str

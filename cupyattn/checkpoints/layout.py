@@ -54,7 +54,7 @@ def quantization_config(
     ignore : sequence of str
         Other linear layers; vLLM wants to be told of each.
     strategy : {"block", "channel"}
-        What shares a scale; ``"deepseek"`` has a name for blocks alone.
+        Groups that share a scale; ``"deepseek"`` has a name for blocks alone.
     """
     if export == "deepseek":
         return {
@@ -86,7 +86,7 @@ def quantization_config(
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model of codes says of itself.
+    """Layout of a model of codes, as its files describe it.
 
     Parameters
     ----------

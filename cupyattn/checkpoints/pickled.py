@@ -32,7 +32,7 @@ class PickledCheckpoint:
     Parameters
     ----------
     path : Path
-        What the caller named.
+        Path that the caller named.
     files : iterable of Path
 
     Raises

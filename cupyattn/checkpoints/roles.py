@@ -1,4 +1,4 @@
-"""What a tensor does in its model, by its name: the conventions of diffusion transformers.
+"""Role of a tensor in its model, by its name: the conventions of diffusion transformers.
 
 Names are of Kandinsky 5 (one for all its publishers) and of diffusers' Flux, SD3, Wan, PixArt and
 similar models. If the files of their authors have other names, these are included, too.

@@ -57,8 +57,8 @@ class Scheme:
     targets : tuple of str
         Names of layers, ``re:`` and a pattern of names, or classes; empty for every layer.
     activations : str
-        What the files ask of the activations of these layers that no product of INT8 codes here
-        does, ``"static scales"`` for one; "" where there is nothing. Numbers do not depend on it.
+        Quantisation of activations that the files require and our products do not support, such as
+        ``"static scales"``; "" if none. Numbers do not depend on it.
     whole_groups : bool
         Whether `columns` must divide a weight's.
     """
@@ -138,7 +138,7 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     Parameters
     ----------
     config : object
-        What ``config.json`` has under that name.
+        Value of ``config.json`` under that name.
     where : str
         The model's name, for messages.
 
@@ -292,7 +292,7 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 _CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
-#: Of the quantisation of activations, which a weight in 16 bits does not have.
+#: Fields of the quantisation of activations, which a weight in 16 bits does not have.
 ACTIVATIONS = frozenset(
     f"{of}_{what}"
     for of in ("input", "output")
@@ -323,7 +323,7 @@ def find_codes(
     Raises
     ------
     ValueError
-        Where codes and scales do not fit together.
+        If codes and scales do not fit together.
     UnsupportedError
         For tensors that `dequantize` does not understand.
     """

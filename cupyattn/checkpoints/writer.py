@@ -146,7 +146,7 @@ def plan(
     items : sequence of Item
     work : Work
     config : dict, optional
-        What becomes ``config.json``.
+        Contents of ``config.json``.
     max_shard_bytes : int
         A file holds more where one item alone does.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cupyattn.errors import UnsupportedError
 
-#: What to do when NVRTC or its headers are not there.
+#: Advice if NVRTC or its headers are missing.
 INSTALL_HINT = """pip install -e ".[cuda13]" in a checkout (or ".[cuda12]" for a CUDA 12 driver)"""
 #: Library names that the loader itself may know, newest first.
 SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")

@@ -1,4 +1,4 @@
-"""Attention to the keys that pruning keeps: moved together, or quantised from where they lie."""
+"""Attention to the keys that pruning keeps: moved together, or quantised in place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class KeptKeys:
     ) -> None:
         self._k, self._v, self._importance, self._count = k, v, importance, count
         self._key_sums, self._needed = key_sums, needed
-        #: Which they are, bool, (batch, heads_kv, len_kv), once `attend` was called.
+        #: Mask of the kept keys, bool, (batch, heads_kv, len_kv), once `attend` was called.
         self.kept: Array | None = None
 
     def attend(

@@ -26,7 +26,7 @@ KINDS = ("edm", "flow", "ddpm")
 EDM_SIGMA_MIN, EDM_SIGMA_MAX, EDM_RHO = 0.002, 80.0, 7.0
 #: DDPM's: Ho et al. 2020, section 4.
 DDPM_BETA_START, DDPM_BETA_END, DDPM_TRAIN_STEPS = 1e-4, 0.02, 1000
-#: What `compute_adaptive_scales` clips its factors to.
+#: Range to which `compute_adaptive_scales` clips its factors.
 SCALE_FACTOR_MIN, SCALE_FACTOR_MAX = 2.0**-10, 2.0**10
 
 
@@ -221,8 +221,8 @@ class SnrBins:
     Parameters
     ----------
     edges : tuple of float
-        Where a bin ends and the next begins, rising; one fewer than there are bins. Bin 0 is that
-        with most noise; an edge belongs to the bin after it.
+        Rising edges between bins, one fewer than bins. Bin 0 has most noise. An edge belongs to the
+        bin after it.
 
     Raises
     ------

@@ -30,7 +30,7 @@ _OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass computes and moves.
+    """Operations and memory traffic of a pass.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: Of ``backward_bias.cu``, by largest head_dim; they divide the blocks of block masks.
+#: Tiles of ``backward_bias.cu``, by largest head_dim; they divide the blocks of block masks.
 _BIAS_TILES = {128: Tiles(64, 64, 4), 256: Tiles(64, 32, 4)}
 
 #: Tiles of the Hopper kernels: of one kernel up to head_dim 128, of two past it.

@@ -50,7 +50,7 @@ Exact = Callable[..., tuple[Any, Any]]
 
 #: Rows of queries and keys, of one head, that `ladder` runs in the interpreter.
 INTERPRETED_ROWS = 64
-#: How the note of a rung begins that could not be run.
+#: Beginning of the note of a rung that could not be run.
 NOT_RUN = "not run: "
 
 

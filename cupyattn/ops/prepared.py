@@ -47,7 +47,7 @@ class Prepared:
         given, _ = imported(by_buffer)
         problem: AttentionProblem = problem_of(operation, asked, given)
         self._operation = operation
-        #: With limits of lengths, which no later call looks for.
+        #: Settings with limits of lengths, so later calls need not find these.
         self._settings = settings._replace(
             max_len_q=problem.settings.max_len_q, max_len_k=problem.settings.max_len_k
         )

@@ -30,7 +30,7 @@ _WARPS, _WARPS_ROTATED = 24, 20
 
 @dataclass(frozen=True)
 class NormQuantFeatures:
-    """What one compiled pass does.
+    """Features of one compiled pass.
 
     Parameters
     ----------

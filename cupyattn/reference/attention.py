@@ -327,7 +327,7 @@ def _whole_rows(
 
 
 def _smoothing_shift(quantized: Quantized, mean: Array, sigma: float) -> Float32:
-    """What subtracting the keys' mean took from every score of a row: sigma q.mean."""
+    """The number that subtracting the keys' mean takes from every score of a row: sigma q.mean."""
     codes = codes_less_zero(quantized.q_codes, quantized.q_zero, quantized.group_q)
     q_scale = scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
     q = split_heads(codes * q_scale[..., None], mean.shape[1])

@@ -14,7 +14,7 @@ from cupyattn.problem.settings import MOST_REMEMBERED, accept
 
 
 class Recent:
-    """What calls left to be found by the next ones of the same settings and forms.
+    """Results of resolving calls, for later calls of the same settings and forms.
 
     Parameters
     ----------

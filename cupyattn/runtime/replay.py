@@ -29,7 +29,7 @@ MAX_LAUNCHES = 4096
 #: calls. A graph that was launched among so many keeps its place. So calls in turns, more than
 #: there are places, are not recorded again each time.
 HORIZON = 8192
-#: Graphs that a call which finds no place looks at for one to free.
+#: Number of graphs among which a call without a place chooses one to free.
 _LOOKS = 8
 
 
@@ -95,8 +95,8 @@ class Graphs:
         Parameters
         ----------
         key : hashable
-            What the work depends on: what is launched, and all addresses. A graph of it is kept
-            with the key, which has to keep alive what is launched.
+            Everything on which the work depends: the launches and all addresses. A graph is kept
+            with the key, which must keep the launched modules alive.
         enqueue : callable
             Takes a stream's handle; allocates nothing and waits for nothing.
         stream : int
