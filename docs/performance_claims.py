@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from docs import performance_answers as answers
 from docs import performance_int8
 
-#: What the records say of a figure. A figure of an A100 that says nothing beside another device's
-#: is `ELSEWHERE`; one that holds for a part of what was measured is `IN_PART`.
+#: Verdicts of the records on a figure. A figure of an A100 that says nothing beside another
+#: device's is `ELSEWHERE`; one that holds for a part of what was measured is `IN_PART`.
 HOLDS, IN_PART, REFUTED = "holds", "holds in part", "refuted"
 ELSEWHERE, UNMEASURED = "of another device", "not measured"
 
