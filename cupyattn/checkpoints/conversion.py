@@ -284,7 +284,7 @@ def _same_tensors(source: Source, analysis: Analysis) -> None:
 
 
 class _ToInt8:
-    """Weights of linear layers as codes and scales, others narrowed, the rest as it is."""
+    """Weights of linear layers as codes and scales, others narrowed, the rest unchanged."""
 
     def __init__(
         self, source: Source, analysis: Analysis, export: str, notes: dict[str, Any]

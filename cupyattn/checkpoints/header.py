@@ -274,7 +274,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _tensor(path: str | os.PathLike[str], name: str, entry: Any) -> TensorInfo:
-    """Return what a header's entry says of a tensor."""
+    """Return the facts of a tensor in a header's entry."""
     if not isinstance(entry, dict) or entry.keys() != _ENTRY:
         raise ValueError(
             f"{path}: the entry of {name!r} is malformed: it must have dtype, shape and "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-#: Roles whose weights are few and set what all others work on: never narrowed.
+#: Roles whose weights are few and determine the inputs of all others: never narrowed.
 PRECISE_ROLES = ("adapter", "norm", "embedding", "modulation", "time", "final")
 #: Roles of linear layers, whose weights may become INT8.
 INT8_ROLES = ("attention", "feed_forward", "linear")
@@ -61,7 +61,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 def role_of(name: str, shape: tuple[int, ...], model: str = "") -> str:
-    """Return what a tensor does.
+    """Return the role of a tensor.
 
     Parameters
     ----------

@@ -198,7 +198,8 @@ def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
 
 
 def _activations(settings: Any, scheme: Scheme) -> str:
-    """Return what a group asks of activations that no product here does; "" where nothing."""
+    """Return the quantisation of activations that a group requires and no product supports; "" if
+    none."""
     if settings is None:  # W8A16
         return "16 bits"
     if not isinstance(settings, dict):

@@ -70,7 +70,7 @@ class Work(Protocol):
         """Describe an error of outputs that were read back, or return None."""
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
-        """Return what a file of these items says of itself."""
+        """Return the metadata of a file of these items."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def plan(
 
 
 def _stem(source: Source) -> str:
-    """Return what the files of a model are called, less number and ending."""
+    """Return the names of a model's files without number and ending."""
     stems = {_SHARD_NUMBER.sub("", file.stem) for file in source.files}
     if len(stems) == 1 and source.files[0].suffix == SAFETENSORS:
         return stems.pop()
@@ -329,7 +329,7 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that has a name."""
+    """Whether a name belongs to an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

@@ -94,7 +94,7 @@ def advise(
     work: Work, tokens: int, accuracy: str = "full", device: str = "h200", *,
     rates: Mapping[str, Rates] | None = None,
 ) -> Advice:  # fmt: skip
-    """Predict what a model gains.
+    """Predict the gain of a model.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ _PATTERNS, _LARGEST_FINITE = 2**15, 0x7F7F
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Static scales of Q and K, and where they are from.
+    """Static scales of Q and K, and their source.
 
     ``scales_q, scales_k = calibration`` takes the two apart.
 
@@ -351,7 +351,7 @@ def _taken(
 
 
 def _magnitudes(x: Array, smooth: bool) -> Array:
-    """Return |x| in float32, less what smoothing subtracts first where that is asked for."""
+    """Return |x| in float32, after smoothing if requested."""
     xp = array_namespace(x)
     values = x.astype(np.float32)
     if smooth:

@@ -15,7 +15,7 @@ from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
 
 def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
-    """Whether keys are to be summed where they are weighed.
+    """Whether the kernel that weighs keys should also sum them.
 
     They are if kept keys become codes in place. Smoothing may subtract any vector, and the mean of
     all keys saves a read of the kept keys.

@@ -336,7 +336,7 @@ def compact(
 def compact_values(
     k: Array, v: Array, importance: Array, count: int, *, backend: str
 ) -> tuple[Array, Array, Array]:
-    """Choose keys as `compact` does, and move their values; the keys stay where they are.
+    """Choose keys as `compact` does, and move their values; the keys stay in place.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Noise schedules: how noisy each step of a sampler is, and what that says of activations.
+"""Noise schedules: the noise of each step of a sampler, and its effect on activations.
 
 One measure serves every family of models: the noise-to-signal ratio of the network's input. It is
 the standard deviation of the noise over the factor of the image. It is sigma of EDM, sqrt((1 -
@@ -282,7 +282,7 @@ def compute_adaptive_scales(
     maximum: float = SCALE_FACTOR_MAX,
     num_bins: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return by what the static scales of a reference step are multiplied at every other step.
+    """Return the factors of a reference step's static scales at every other step.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which mesh a call runs on: the one asked for, or the one that the model finds fastest."""
+"""Mesh of a call: the requested mesh, or the fastest by the model of costs."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _BLOCK_MASK_TILES = {
 
 
 def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple[Tiles, Tiles]:
-    """Return the tiles of the kernel that keeps keys and of the one that keeps query rows.
+    """Return the tiles of the kernel that keeps keys and of the kernel that keeps query rows.
 
     Parameters
     ----------

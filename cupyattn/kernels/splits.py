@@ -117,7 +117,7 @@ class Splits:
         )
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the first key of each slice and the one past its last."""
+        """Yield the first key of each slice and the key past its last."""
         for i in range(self.slices):
             begin = self.first + i * self.slice_keys
             yield begin, max(begin, min(begin + self.slice_keys, self.end))

@@ -1,4 +1,4 @@
-"""Which backend made an array: what the judge reads to say what ran.
+"""The backend that made an array, for the judge's report.
 
 Only host arrays are noted. The record of an array goes with the array.
 """
@@ -41,7 +41,7 @@ def _forget(address: int, reference: weakref.ref[Any]) -> None:
 
 
 def origin(array: Any) -> str:
-    """Return what made an array, of the values of `WORDS`; "" where that is not known.
+    """Return the backend that made an array, one of the values of `WORDS`; "" if unknown.
 
     Parameters
     ----------

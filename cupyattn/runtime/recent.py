@@ -57,7 +57,7 @@ class Recent:
             return None, None
 
     def remember(self, key: Any, made: Any) -> None:
-        """Keep what a call made, for `find`, and its settings: it has passed all checks."""
+        """Keep the result of a call, for `find`, and its settings: it has passed all checks."""
         accept(key)
         with self._changing:  # the oldest is found by walking, which another thread would disturb
             while len(self._kept) >= self.most:

@@ -90,7 +90,7 @@ class Graphs:
     def launch(
         self, key: Hashable, enqueue: Callable[[int], object], stream: int, launches: int = 1
     ) -> Recorded | None:
-        """Enqueue work on a stream of the current device, by a graph of it where there is one.
+        """Enqueue work on a stream of the current device, by its graph if there is one.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Scratch memory of a call: what its passes write and its kernels read."""
+"""Scratch memory of a call, which its passes write and its kernels read."""
 
 from __future__ import annotations
 
