@@ -114,7 +114,7 @@ _MAKERS: dict[str, Callable[..., Triple]] = {
     "constant": _constant,
 }
 
-#: What `make` can draw.
+#: Names of the distributions that `make` draws.
 NAMES = tuple(_MAKERS)
 
 

@@ -37,7 +37,7 @@ class RankError(RuntimeError):
     rank : int
         Which one.
     cause : str
-        What it did, in words that follow ``"rank 3"``.
+        Its failure, in words that follow ``"rank 3"``.
     """
 
     def __init__(self, rank: int, cause: str) -> None:
@@ -66,7 +66,7 @@ def raised(error: BaseException, where: str = "") -> str:
 def shown(value: Any) -> str:
     """Return a caller's value for a message, in one line of 60 characters at most.
 
-    Of an array its shape and dtype. Three dots mark a cut text.
+    An array is shown by its shape and dtype. Three dots mark a cut text.
 
     Examples
     --------

@@ -38,8 +38,8 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 def replacing(path: str | os.PathLike[str], *, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of another, or a free place, once all is written.
 
-    Where anything goes wrong before that, what stood there stays, and nothing is left beside it.
-    Readers never see half a file; of several writers the last to end wins.
+    If anything fails before that, the old file stays, and nothing is left beside it. Readers never
+    see half a file; of several writers the last to end wins.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ def writable_by_others(status: os.stat_result) -> str | None:
     Parameters
     ----------
     status : os.stat_result
-        Of an open file, of what a link leads to, or of the link.
+        Facts of an open file, of the target of a link, or of the link itself.
     """
     if not hasattr(os, "getuid"):
         return None

@@ -1,1 +1,1 @@
-"""The pages of documentation, and what writes those of them that are made of the code itself."""
+"""The pages of documentation, and commands that write pages from the code."""

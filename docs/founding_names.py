@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-#: What may become of something that the notes have.
+#: Verdicts on a name of the notes.
 TYPED, SUCCESSOR, REFUTED = "works as typed", "successor", "refuted"
 
 

@@ -119,7 +119,7 @@ def _taken_apart(breakdown: Record) -> Record:
 
 
 def _analysis(checkpoints: Record) -> Record:
-    """Return what the made-up checkpoint comes to, in all."""
+    """Return the sums of the made-up checkpoint."""
     totals: Record = next(row["totals"] for row in checkpoints["rows"] if row["step"] == "analyze")
     return totals
 

@@ -1,8 +1,8 @@
 """What the founding notes say of performance, and what was measured: a table of PERFORMANCE.md.
 
 The notes speak of an A100 and of kernels that were to be written; everything measured here is of
-the device that the records name. A line whose records are missing is left out; one of what nobody
-measured says so, and why.
+the device that the records name. A line whose records are missing is left out. A line without a
+measurement says so, and why.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from docs import performance_answers as answers
 from docs import performance_int8
 
-#: What the records say of a figure. A figure of an A100 that says nothing beside another device's
-#: is `ELSEWHERE`; one that holds for a part of what was measured is `IN_PART`.
+#: Verdicts of the records on a figure. A figure of an A100 that says nothing beside another
+#: device's is `ELSEWHERE`; one that holds for a part of what was measured is `IN_PART`.
 HOLDS, IN_PART, REFUTED = "holds", "holds in part", "refuted"
 ELSEWHERE, UNMEASURED = "of another device", "not measured"
 

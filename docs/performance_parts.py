@@ -139,7 +139,7 @@ def gradients(backward: Record) -> list[str]:
 
 
 def components(record: Record) -> list[str]:
-    """What each part costs alone, what is saved without it, and how much they overlap."""
+    """Time of each part alone, the time saved without it, and their overlap."""
     lines = [
         "Each part alone is the time of the kernel with the other two left out, less that of the",
         "kernel with all three left out, whose copies, barriers and stores stay. All as shares of",
@@ -165,7 +165,7 @@ def components(record: Record) -> list[str]:
 
 
 def critical_path(record: Record) -> list[str]:
-    """Which part the whole waits for, by what is saved without it."""
+    """The part for which the whole waits, by the time saved without it."""
     lines = [
         "The part without which the kernel gains most is on the critical path; one that is long",
         "alone and saves little is hidden behind the others. A part that saves more than it takes",

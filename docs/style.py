@@ -39,12 +39,12 @@ SUFFIXES = (".py", ".md", ".cu", ".cuh")
 FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
 #: The most words that all pages written by hand may have together.
 PAGE_WORDS = 75_000
-#: Where a field of a kernel's header begins, and the fields that are lists of tags and names.
+#: Beginning of a field of a kernel's header, and the fields that are lists of tags and names.
 _FIELD = re.compile(r"^ (?=[A-Z][\w ,]{3,11} {2,}\S|Differs from )", re.MULTILINE)
 #: Fields of an experiment's docstring: lists of items, between semicolons, and commands.
 _ITEMS = re.compile(r"^(?:Varies|Holds fixed|Measures|Beside|Timing|Expect|Run) +", re.MULTILINE)
 _LISTS = ("Rounding", "Mirror", "Bound", "Steps")
-#: How a page that a command writes begins, and text between marks that a command writes.
+#: Beginning of a page that a command writes, and text between marks that a command writes.
 GENERATED_PAGE = re.compile(r"Written by `?python -m ")
 _MARKED = re.compile(
     r"<!-- ([\w ]+): begin -->.*?<!-- \1: end -->"

@@ -31,7 +31,7 @@ contains one, and does not reach it, runs.
 """
 #: Modifiers in front of the type of an arithmetic instruction that are tried one after the other.
 PREFIXES = ("", "rn", "rn.ftz", "ftz", "sat", "approx", "approx.ftz", "full", "lo", "hi", "wide")
-#: What every form is put in, to be read.
+#: PTX around every instruction form, so that it can be parsed.
 KERNEL = """.version 8.6
 .target sm_90a
 .address_size 64

@@ -74,7 +74,7 @@ def source(name: str, record: Mapping[str, Any]) -> str:
 
 
 def images(names: Sequence[tuple[str, str]], *, drawn: Sequence[str]) -> list[str]:
-    """Return the lines that show drawings, of those that can be drawn."""
+    """Return the lines that show the drawings that can be made."""
     shown = [(name, text) for name, text in names if name in drawn]
     return [f"![{text}]({name}.svg) ([PNG]({name}.png))" for name, text in shown]
 

@@ -26,7 +26,7 @@ SPEED = "<!-- speed: begin -->", "<!-- speed: end -->"
 PIPELINES = "<!-- pipelines: begin -->", "<!-- pipelines: end -->"
 OVERVIEW = "<!-- overview: begin -->", "<!-- overview: end -->"
 INT8 = "<!-- int8: begin -->", "<!-- int8: end -->"
-#: What README and its drawing show of whole models, under names that a newcomer knows.
+#: Ways of whole models that README and its drawing show, under names that a newcomer knows.
 SHOWN = {
     whole_models.NATIVE: "bfloat16",
     whole_models.FP8: "FP8 layers",

@@ -30,21 +30,21 @@ settings.load_profile(os.environ.get("CUPYATTN_TEST_PROFILE", "quick"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run a compile cache of its own, shared by its workers, unless one is named.
+    """Give the run a separate compile cache, shared by its workers, unless one is named.
 
-    And to each of several workers one thread of NumPy's and one of torch's: more would take turns
-    on the same cores.
+    Each of several workers gets one thread of NumPy and one of torch, as more would share the same
+    cores.
     """
-    # NOTE: first runs in a process import frameworks, so that the budget holds where pytest runs
-    # what exceeds it again, as `make test` asks for.
+    # NOTE: the first test in a process imports frameworks. It keeps the budget when pytest runs it
+    # again, as `make test` does.
     if config.getoption("only_rerun", None):
         config.pluginmanager.register(Budget(), "budget of quick tests")
     # NOTE: workers are children of this process and inherit its variables.
     if config.getoption("numprocesses", None):
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        # The interpreter makes and drops arrays all the time: with glibc, given back each time,
-        # their pages cost 5 % of the run.
+        # The interpreter allocates and frees arrays all the time. If glibc returned their pages
+        # each time, this would cost 5 % of the run.
         os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
         os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(1 << 30))
     if "CUPYATTN_CACHE_DIR" not in os.environ:
@@ -55,18 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave tests/gpu out where no device is: thousands of tests that would all be skipped."""
+    """Leave tests/gpu out without a device: thousands of tests would all be skipped."""
     return True if collection_path == GPU and device_missing() else None
 
 
 def pytest_report_header() -> str:
-    """Say so."""
+    """Report that tests/gpu is left out."""
     missing = device_missing()
     return f"{GPU.name}: left out, {missing}" if missing else ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything under tests/gpu, and skip what is marked where no device is."""
+    """Mark everything under tests/gpu, and skip marked tests without a device."""
     missing = device_missing()
     for item in items:
         if GPU in item.path.parents:
@@ -77,7 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def planted_kernels() -> Iterator[None]:
-    """For a test that plants kernels of its own: nothing loaded before is used, nor this after."""
+    """For a test that plants kernels: modules loaded before are not used in it, nor its modules
+    after."""
     kc.cache_clear(disk=False)
     yield
     kc.cache_clear(disk=False)
@@ -91,14 +92,14 @@ def one_block() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector look less often, and not at what was collected, which stays."""
+    """Let the garbage collector run less often, and skip the collected tests, which stay."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 1_000)
 
 
 def pytest_sessionfinish() -> None:
-    """Drop the programs of the interpreter, which pytest's last collections would all visit."""
+    """Drop the programs of the interpreter, which pytest's last collections would visit."""
     program.cache_clear()
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from cupyattn.arrays.kinds import PLAIN
 
-#: Name, shape, strides in bytes, dtype, address modulo 16, device (-1: the host) of an array, and
-#: whether it may be written to: arguments of `cupyattn.arrays.described.Described`.
+#: Facts of an array: name, shape, strides in bytes, dtype, address modulo 16, device (-1: the
+#: host), writeable or not. They are arguments of `cupyattn.arrays.described.Described`.
 ArrayForm = tuple[str, tuple[int, ...], tuple[int, ...], Any, int, int, bool]
 
 

@@ -12,9 +12,9 @@ from cupyattn.checkpoints.shards import Array, Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.measure.words import printable
 
-#: What the metadata of a recording's file say that it is.
+#: Kind of file in the metadata of a recording.
 RECORDING = "cupyattn.recording"
-#: How names of a recording's tensors begin that are no inputs of linear layers.
+#: Prefixes of a recording's tensors that are not inputs of linear layers.
 OF_ATTENTION = "attention:"
 
 

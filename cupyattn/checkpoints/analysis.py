@@ -1,4 +1,4 @@
-"""What INT8 would do to a model: the role, outliers and error of every tensor, and a verdict."""
+"""Effect of INT8 on a model: the role, outliers and error of every tensor, and a verdict."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from cupyattn.quant.rotation import rotation_of
 from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.weights import dequantize_blocks, quantize_blocks
 
-#: What may become of a tensor: INT8 codes, 16 bits, or nothing.
+#: Verdicts on a tensor: INT8 codes, 16 bits, or unchanged.
 VERDICTS = ("int8", "16bit", "keep")
 #: Names of 16-bit types by the names of `Int8Config.fallback_dtype`.
 _FALLBACKS = {"bf16": "BF16", "fp16": "F16"}
@@ -51,7 +51,7 @@ _KIND, _VERSION = "cupyattn analysis", 1
 
 @dataclass(frozen=True)
 class TensorReport:
-    """What was found out about one tensor.
+    """Analysis of one tensor.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What `analyze` found.
+    """Result of `analyze`.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Analysis:
         Its strategy is "block" or "channel".
     tensors : tuple of TensorReport
     choice : str
-        What shares a scale, and why.
+        Groups that share a scale, and the reason.
     """
 
     source: str
@@ -160,8 +160,8 @@ class Analysis:
     def totals(self) -> dict[str, Any]:
         """Tensors, elements and bytes before and after, in all and by verdict.
 
-        Bytes are those of the tensors, to the byte what `convert` writes; headers of files and
-        small files come on top.
+        Bytes are of the tensors, to the byte as `convert` writes; headers of files and small files
+        come on top.
         """
 
         def total(some: Sequence[TensorReport]) -> dict[str, int]:
@@ -321,7 +321,7 @@ def analyze(
         As for `open_checkpoint`.
     config : Int8Config, optional
     activations : mapping of str to array, optional
-        What layers get, (..., in) in a float type, by the name of the layer, with or without
+        Inputs of layers, (..., in) in a float type, by the name of the layer, with or without
         ``.weight``: for each of them the errors of scales of blocks and of channels are compared.
     advance : callable, optional
         Called with each name when its tensor is done.

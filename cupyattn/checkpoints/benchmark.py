@@ -35,8 +35,8 @@ from cupyattn.testing import verdict
 
 #: The work of a block: numbers of video tokens and of text tokens that they attend to.
 TOKENS, TEXT_TOKENS = 16_384, 256
-#: Number of rows of a layer that are compared with float64, and the tolerance of 16 bits: bfloat16
-#: rounds by 2^-9 of a number, and sums are float32.
+#: Number of rows of a layer that are compared with float64, and the tolerance of 16 bits. It
+#: follows from a rounding of bfloat16, 2^-9 of a number, with sums in float32.
 JUDGED_ROWS, ERROR_16 = 64, 2.0**-8
 
 _BLOCK = "visual_transformer_blocks.0"
@@ -59,7 +59,7 @@ _LAYERS: tuple[tuple[str, tuple[str, ...], bool, str], ...] = (
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of a block takes, in 16 bits and as INT8.
+    """Time and memory of a part of a block, in 16 bits and as INT8.
 
     Parameters
     ----------
@@ -132,9 +132,9 @@ def benchmark_block(
     rounds : int
         Samples of each time.
     seed : int
-        Of the inputs, N(0, 1): what a norm without weights leaves.
+        Standard deviation of the inputs, N(0, 1), as after a norm without weights.
     strategy : {"block", "channel"}
-        What shares a scale of the layers.
+        Groups of the layers that share a scale.
 
     Returns
     -------

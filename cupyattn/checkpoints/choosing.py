@@ -1,4 +1,4 @@
-"""What shares a scale in a model whose configuration leaves it open, and which weights are rotated.
+"""Choice of blocks, channels or rotation for a model whose configuration leaves it open.
 
 One rule for `convert`, `analyze`, ``replace_linear_with_int8`` and ``accelerate``. Scales of
 channels make faster products. They err more where a few channels of the activations are much larger
@@ -40,7 +40,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Choice:
-    """What shares a scale, and why.
+    """Groups that share a scale, and the reason.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def choose(
     Parameters
     ----------
     strategy : {"auto", "block", "channel"}
-        What is asked for; blocks and channels hold.
+        The requested strategy. Blocks and channels are taken as given.
     cls : str
         The model's class, "" if it is not known.
     widths : iterable of int

@@ -1,4 +1,4 @@
-"""The small files that lie beside a model's weights: its configuration, and those copied along."""
+"""The small files beside a model's weights: its configuration, and files that are copied along."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ from cupyattn.version import __version__
 
 #: Types that a tensor has in a converted model and had before: `convert` narrows no other.
 _WIDENED = (("BF16", "F32"), ("F16", "F32"))
-#: The bound of a code's error in units of its scale, 1/2 + 2^-16 [L14], with room for rounding a
-#: float32 product of at most 128 units, 2^-17 [L20], and a difference of at most one, 2^-25.
+#: The bound of a code's error in units of its scale, 1/2 + 2^-16 [L14]. It includes 2^-17 for
+#: rounding a float32 product of at most 128 units [L20], and 2^-25 for a difference of at most one.
 HALF_STEP = np.float32(0.5 + 2.0**-15)
 
 LOG = logging.getLogger("cupyattn")
@@ -59,7 +59,7 @@ Advance = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` or `dequantize` wrote, or would.
+    """Files that `convert` or `dequantize` wrote, or would write.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Conversion:
     files : dict of str to int
         Names and sizes.
     analysis : Analysis or None
-        What became of each tensor; None for `dequantize`.
+        Verdict on each tensor; None for `dequantize`.
     written : bool
         False for a dry run.
     left_out : dict of str to str
@@ -292,7 +292,7 @@ def _same_tensors(source: Source, analysis: Analysis) -> None:
 
 
 class _ToInt8:
-    """Weights of linear layers as codes and scales, others narrowed, the rest as it is."""
+    """Weights of linear layers as codes and scales, others narrowed, the rest unchanged."""
 
     def __init__(
         self, source: Source, analysis: Analysis, export: str, notes: dict[str, Any]

@@ -46,9 +46,9 @@ FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 MAX_HEADER_BYTES = 100_000_000
 #: The most axes that NumPy has: the product of a longer shape is a number to choke on.
 MAX_AXES = 64
-#: Where the strings lie that belong to the file as a whole.
+#: Key of the strings that belong to the whole file.
 METADATA = "__metadata__"
-#: What a header says of each tensor.
+#: Fields of a header for each tensor.
 _ENTRY = {"dtype", "shape", "data_offsets"}
 #: Bytes of the header's length, and the multiple that a header is padded to.
 _LENGTH_BYTES = 8
@@ -56,7 +56,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor.
+    """Facts of one tensor in a header.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class TensorInfo:
         A name of `DTYPES`.
     shape : tuple of int
     begin : int
-        Where its bytes begin, counted from the first of all tensors.
+        Offset of its bytes from the first byte of all tensors.
     """
 
     dtype: str
@@ -83,13 +83,13 @@ class TensorInfo:
 
     @property
     def end(self) -> int:
-        """Where its bytes end."""
+        """Offset past its bytes."""
         return self.begin + self.nbytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file holds.
+    """Contents of a safetensors file.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class Header:
         `TensorInfo` by name, in the order of their bytes.
     metadata : dict of str to str
     data_start : int
-        Where in the file the tensors' bytes begin.
+        Offset of the tensors' bytes in the file.
     """
 
     tensors: dict[str, TensorInfo]
@@ -274,7 +274,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _tensor(path: str | os.PathLike[str], name: str, entry: Any) -> TensorInfo:
-    """Return what a header's entry says of a tensor."""
+    """Return the facts of a tensor in a header's entry."""
     if not isinstance(entry, dict) or entry.keys() != _ENTRY:
         raise ValueError(
             f"{path}: the entry of {name!r} is malformed: it must have dtype, shape and "

@@ -30,7 +30,7 @@ _FOLDERS = ("transformer", "model")
 _BLOCK = re.compile(r"^(text|visual)_transformer_blocks\.(\d+)\.(.+)$")
 _ATTENTION = [f"{x}.weight" for x in ("to_query", "to_key", "to_value", "out_layer", "query_norm")]
 _FEED_FORWARD = ["feed_forward.in_layer.weight", "feed_forward.out_layer.weight"]
-#: What every block has; other tensors (biases) may be there or not.
+#: Tensors that every block has. Other tensors (biases) are optional.
 _PARTS = {
     "text": {
         "text_modulation.out_layer.weight", *_FEED_FORWARD,
@@ -47,7 +47,7 @@ _NAMES = {(1792, 7168): "Lite", (4096, 16384): "Pro"}
 
 @dataclass(frozen=True)
 class KandinskyModel:
-    """What the names and shapes of a transformer's tensors say, and its configuration.
+    """Sizes of a transformer from the names and shapes of its tensors and its configuration.
 
     Parameters
     ----------

@@ -25,8 +25,8 @@ from cupyattn.checkpoints.schemes import (
 SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_inv"}
 WEIGHT = ".weight"
 QUANTIZATION = "quantization_config"
-#: The name of our own record among a file's strings, and its versions by what shares a scale: what
-#: read only the first version knows blocks alone. The last is of files with rotated weights.
+#: The name of our record among a file's strings, and its versions by the groups that share a scale.
+#: Readers of the first version alone know only blocks. The last is for files with rotated weights.
 RECORD, RECORD_VERSIONS = "cupyattn", {"block": 1, "channel": 2}
 ROTATED_VERSION = 3
 #: Bytes of the tensor that says how a weight is rotated (`cupyattn.quant.rotation.marker`), I32.
@@ -66,10 +66,10 @@ def quantization_config(
     ignore : sequence of str
         Other linear layers; vLLM wants to be told of each.
     strategy : {"block", "channel"}
-        What shares a scale; ``"deepseek"`` has a name for blocks alone.
+        Groups that share a scale; ``"deepseek"`` has a name for blocks alone.
     rotated : bool
-        Whether some weights are. The method then has our own name: readers that do not rotate
-        activations must not take the codes for those of plain weights.
+        Whether some weights are rotated. The method then has a name of this library, since readers
+        that do not rotate activations must not take the codes for codes of plain weights.
     """
     if export == "deepseek":
         return {
@@ -101,7 +101,7 @@ def quantization_config(
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model of codes says of itself.
+    """Layout of a model of codes, as its files describe it.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ class PickledCheckpoint:
     Parameters
     ----------
     path : Path
-        What the caller named.
+        Path that the caller named.
     files : iterable of Path
 
     Raises
@@ -76,7 +76,7 @@ class PickledCheckpoint:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Return what a file holds, its tensors left on the disk where the file's kind allows it."""
+    """Return the contents of a file. Tensors stay on the disk if the kind of file allows it."""
     open_regular(path).close()  # torch would wait for the writer of a pipe
     try:
         torch = importlib.import_module("torch")

@@ -1,4 +1,4 @@
-"""Models that are quantised already: what they are, and which command comes next."""
+"""Models that are already quantised: their kind, and the next command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUN = f"run it with cupyattn.interop.torch.load_int8, or {_DEQUANTIZE}"
 
 
 def layout_of(source: Source) -> layout.Layout:
-    """Return what a model of codes says of itself.
+    """Return the facts in the files of a model of codes.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def _kind(codes: Codes) -> str:
 
 
 def _runs(codes: Codes) -> bool:
-    """Whether products take the codes of a weight as they are."""
+    """Whether products take the codes of a weight unchanged."""
     scheme = codes.scheme
     blocks = scheme.strategy in ("block", "group")
     if scheme.packed or scheme.bits != 8 or codes.zero_points or scheme.activations:

@@ -1,14 +1,14 @@
-"""What a tensor does in its model, by its name: the conventions of diffusion transformers.
+"""Role of a tensor in its model, by its name: the conventions of diffusion transformers.
 
-Names are those of Kandinsky 5 (one for all its publishers), of diffusers' Flux, SD3, Wan, PixArt
-and their like, and of their authors' own files where those differ.
+Names are of Kandinsky 5 (one for all its publishers) and of diffusers' Flux, SD3, Wan, PixArt and
+similar models. If the files of their authors have other names, these are included, too.
 """
 
 from __future__ import annotations
 
 import re
 
-#: Roles whose weights are few and set what all others work on: never narrowed.
+#: Roles whose weights are few and determine the inputs of all others: never narrowed.
 PRECISE_ROLES = ("adapter", "norm", "embedding", "modulation", "time", "final")
 #: Roles of linear layers, whose weights may become INT8.
 INT8_ROLES = ("attention", "feed_forward", "linear")
@@ -61,7 +61,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 
 def role_of(name: str, shape: tuple[int, ...], model: str = "") -> str:
-    """Return what a tensor does.
+    """Return the role of a tensor.
 
     Parameters
     ----------

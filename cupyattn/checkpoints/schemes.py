@@ -1,8 +1,8 @@
 """Which tensors of a quantised checkpoint are codes, and what turns each into numbers.
 
 A weight is ``(codes - zero points) * scales``. In every strategy a block of rows and columns shares
-a scale: per tensor the whole weight, per channel one row, per group a part of a row. Unknown
-settings are refused by name, because ignoring one would give wrong numbers.
+a scale. It is the whole weight per tensor, one row per channel, and a part of a row per group.
+Unknown settings are refused by name, because ignoring one would give wrong numbers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Scheme:
     targets : tuple of str
         Names of layers, ``re:`` and a pattern of names, or classes; empty for every layer.
     activations : str
-        What the files ask of the activations of these layers that no product of INT8 codes here
-        does, ``"static scales"`` for one; "" where there is nothing. Numbers do not depend on it.
+        Quantisation of activations that the files require and our products do not support, such as
+        ``"static scales"``; "" if none. Numbers do not depend on it.
     whole_groups : bool
         Whether `columns` must divide a weight's.
     """
@@ -148,7 +148,7 @@ def read_schemes(config: Any, where: str) -> tuple[Scheme, ...]:
     Parameters
     ----------
     config : object
-        What ``config.json`` has under that name.
+        Value of ``config.json`` under that name.
     where : str
         The model's name, for messages.
 
@@ -208,7 +208,8 @@ def _groups(config: dict[str, Any], where: str) -> Iterator[Scheme]:
 
 
 def _activations(settings: Any, scheme: Scheme) -> str:
-    """Return what a group asks of activations that no product here does; "" where nothing."""
+    """Return the quantisation of activations that a group requires and no product supports; "" if
+    none."""
     if settings is None:  # W8A16
         return "16 bits"
     if not isinstance(settings, dict):
@@ -302,9 +303,10 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 _CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
-#: How a rotated weight says so, `cupyattn.quant.rotation.marker`, in files and in state dicts.
+#: Name of the tensor that marks a rotated weight (`cupyattn.quant.rotation.marker`), in files and in
+#: state dicts.
 ROTATION = "weight_rotation"
-#: Of the quantisation of activations, which a weight in 16 bits does not have.
+#: Fields of the quantisation of activations, which a weight in 16 bits does not have.
 ACTIVATIONS = frozenset(
     f"{of}_{what}"
     for of in ("input", "output")
@@ -335,7 +337,7 @@ def find_codes(
     Raises
     ------
     ValueError
-        Where codes and scales do not fit together.
+        If codes and scales do not fit together.
     UnsupportedError
         For tensors that `dequantize` does not understand.
     """

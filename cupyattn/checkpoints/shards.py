@@ -1,4 +1,4 @@
-"""What the readers of all checkpoint formats offer, and which file holds which tensor."""
+"""Interface of the readers of all checkpoint formats, and the file of each tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = Any
 class Source(Protocol):
     """A checkpoint that can be read tensor by tensor."""
 
-    #: Where it lies: the file, or the folder.
+    #: Path of the file or the folder.
     path: Path
     #: Every tensor, in the order in which they are best read.
     tensors: dict[str, TensorInfo]
@@ -34,7 +34,7 @@ def files_by_name(held: Mapping[Path, Iterable[str]]) -> dict[str, Path]:
     Raises
     ------
     ValueError
-        Where two files hold tensors of one name.
+        If two files hold tensors of one name.
     """
     found: dict[str, Path] = {}
     for file, names in held.items():

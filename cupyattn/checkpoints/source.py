@@ -31,7 +31,7 @@ class SafetensorsCheckpoint:
     Parameters
     ----------
     path : Path
-        What the caller named.
+        Path that the caller named.
     files : iterable of Path
 
     Raises

@@ -1,4 +1,4 @@
-"""What INT8 codes do to one weight: outliers and errors, in one pass that also makes the codes.
+"""Outliers and errors of one weight in INT8 codes, in one pass that also makes the codes.
 
 Sums of squares go over the rows of a block in float32, and from there in float64.
 """
@@ -122,7 +122,7 @@ def weight_errors(
     w : array, (out, in) or (out, in, ...), float16, bfloat16 or float32
     block_size : int
     strategy : {"block", "channel"}
-        What shares a scale; outliers are those of blocks either way.
+        Groups that share a scale. Outliers are always counted by blocks.
     made : (codes, scales), optional
         Empty arrays as `made_for` returns them, which are filled as `cupyattn.weight_quant` would.
 
@@ -225,9 +225,9 @@ def _errors_of(
     values : array, (lines of blocks, rows of a line, columns), float32
     block_size : int
     coding : scale and inverse scale, (lines of blocks, rows of a line, 1), optional
-        Those of the blocks when omitted.
+        Counts of the blocks when omitted.
     scratch : _Scratch
-        Whose memory is written.
+        Arrays whose memory is overwritten.
     into : array, (rows, columns), int8, optional
         Gets the codes.
     """

@@ -1,9 +1,9 @@
 """A model written whole or not at all: shards, index and companions, in a folder beside the target.
 
-``NAME.partial`` holds what is being written; its ``model`` becomes NAME in one step, once
-everything has been read back. A shard that has its final name there was checked, and its checksum
-stands in ``state.json``. The same work begun again after a kill keeps the shards that still have
-theirs, goes on behind them, and ends in the same bytes.
+``NAME.partial`` holds the unfinished files; its ``model`` becomes NAME in one step, once everything
+has been read back. A shard that has its final name there was checked, and its checksum stands in
+``state.json``. The same work begun again after a kill keeps the shards that still have theirs, goes
+on behind them, and ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Work(Protocol):
         """Describe an error of outputs that were read back, or return None."""
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
-        """Return what a file of these items says of itself."""
+        """Return the metadata of a file of these items."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def plan(
     items : sequence of Item
     work : Work
     config : dict, optional
-        What becomes ``config.json``.
+        Contents of ``config.json``.
     max_shard_bytes : int
         A file holds more where one item alone does.
 
@@ -193,7 +193,7 @@ def plan(
 
 
 def _stem(source: Source) -> str:
-    """Return what the files of a model are called, less number and ending."""
+    """Return the names of a model's files without number and ending."""
     stems = {_SHARD_NUMBER.sub("", file.stem) for file in source.files}
     if len(stems) == 1 and source.files[0].suffix == SAFETENSORS:
         return stems.pop()
@@ -329,7 +329,7 @@ def _locked(partial: Path) -> Iterator[None]:
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one that has a name."""
+    """Whether a name belongs to an open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:

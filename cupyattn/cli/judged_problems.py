@@ -55,7 +55,7 @@ class Failure:
 
 @dataclass
 class Search:
-    """What a search found: a record of each problem judged, how many were refused, the failure."""
+    """Result of a search: a record of each judged problem, the number of refusals, the failure."""
 
     judged: list[dict[str, Any]] = field(default_factory=list)
     refused: int = 0

@@ -22,9 +22,9 @@ from cupyattn.testing.mutations import Mutant, machine_code
 
 #: Environment variable that names the mutant for the command.
 MUTANT = "CUPYATTN_MUTANT"
-#: What stands for the mutant's path in the command.
+#: Placeholder of the mutant's path in the command.
 PLACE = "{}"
-#: What became of a mutant.
+#: Results of a mutant.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: A source that no compiler takes: a command that ends well on it reads another file.
 UNUSABLE = "#error this is no kernel: does the command read the mutant?\n"
@@ -48,10 +48,10 @@ class Copy:
     Parameters
     ----------
     path : Path
-        Where the copy is. Each mutant overwrites it.
+        Path of the copy. Each mutant overwrites it.
     defines : mapping of str to int
     arch : str
-        What it is compiled for to compare machine code.
+        Architecture for which machine code is compared.
     """
 
     path: Path

@@ -122,7 +122,7 @@ def save(figure: Any, path: str, *, source: str | None = None) -> None:
     path : str
         Ends in .png, .svg or .pdf.
     source : str, optional
-        Where its numbers come from, for the metadata of an .svg.
+        Source of its numbers, for the metadata of an .svg.
     """
     import matplotlib
 

@@ -18,16 +18,17 @@ CAPABILITIES = (80, 86, 87, 88, 89, 90, 100, 101, 103, 107, 110, 120, 121)
 _LEAST_WITH = {"": 0, "a": 90, "f": 100}
 #: Compute capability, times ten, of the first device that the kernels run on.
 LEAST_CAPABILITY = 80
-#: Of 8-bit floats, and of clusters of blocks.
+#: Least compute capability of 8-bit floats, and of clusters of blocks.
 E4M3_CAPABILITY, CLUSTER_CAPABILITY = 89, 90
 
 
 #: Bytes of shared memory that a block may have, by compute capability times ten (CUDA C++
-#: Programming Guide, technical specifications); of a capability that is not here, `LEAST_SHARED`.
+#: Programming Guide, technical specifications). For capabilities that are not listed it is
+#: `LEAST_SHARED`.
 SHARED_MEMORY = {
     80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10,
 }  # fmt: skip
-#: What every device from compute capability 8.0 on allows.
+#: Shared memory that every device from compute capability 8.0 on allows.
 LEAST_SHARED = 99 << 10
 
 

@@ -46,7 +46,7 @@ class Binary:
     smem_bytes: int
 
 
-#: What an entry raises that is not what `write_entry` wrote.
+#: Errors of reading an entry that `write_entry` did not write.
 _RUBBISH = (
     ValueError, TypeError, KeyError, AttributeError, RecursionError, KernelCompileError,
 )  # fmt: skip

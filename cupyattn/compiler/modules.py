@@ -323,7 +323,7 @@ def cache_clear(*, disk: bool = True) -> int:
 # ---- load ----------------------------------------------------------------------------------------
 
 _modules: dict[tuple[ModuleSpec, str | None, int], Module] = {}
-#: How often what was made ready became stale (`generation`).
+#: Number of times that ready calls became stale (`generation`).
 GENERATION = [0]
 _load_lock = threading.Lock()
 

@@ -1,9 +1,9 @@
 """NVRTC, NVIDIA's run-time compiler, through ctypes: CUDA C++ in, PTX and cubin out.
 
-No GPU, no driver and no CuPy are needed. CuPy carries a binding of its own; this one exists because
-it works without CuPy, keeps the last byte of the cubin (without it disassemblers refuse the file),
-and can hold a second NVRTC beside the one that CuPy loaded, so that two versions of ptxas can be
-compared (``CUPYATTN_NVRTC=/path/to/libnvrtc.so``).
+No GPU, no driver and no CuPy are needed. CuPy has another binding. This one works without CuPy, and
+keeps the last byte of the cubin, without which disassemblers refuse the file. It can also hold a
+second NVRTC beside CuPy's, to compare two versions of ptxas
+(``CUPYATTN_NVRTC=/path/to/libnvrtc.so``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cupyattn.errors import UnsupportedError
 
-#: What to do when NVRTC or its headers are not there.
+#: Advice if NVRTC or its headers are missing.
 INSTALL_HINT = (
     'pip install -e ".[cuda13]" in a checkout (or ".[cuda12]" for a CUDA 12 driver, or '
     "nvidia-cuda-nvrtc nvidia-cuda-runtime for the interpreter alone)"

@@ -82,7 +82,7 @@ class Places:
         return code
 
 
-#: What stands for the folder of the links in all that is kept.
+#: Placeholder of the folder of the links in kept files.
 PLACEHOLDER = "/cupyattn".ljust(LENGTH, "-")
 
 

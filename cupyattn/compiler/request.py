@@ -133,8 +133,8 @@ def _prints_paths(texts: list[tuple[str, str]], places: Places) -> bool:
 def _key(texts: list[tuple[str, str]], facts: tuple[object, ...], places: Places | None) -> str:
     """Return the digest of sources and whatever else a binary depends on.
 
-    Files count by their places among the folders that are searched; where paths get into the
-    binary, `places` is None and they count by their paths.
+    Files count by their places among the searched folders. If paths get into the binary, `places`
+    is None and they count by their paths.
     """
     digest = hashlib.sha256(json.dumps([disk_cache.FORMAT, *facts, places is None]).encode())
     for path, text in texts:

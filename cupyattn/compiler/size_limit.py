@@ -40,9 +40,9 @@ _FILE = "size_limit"
 _ABANDONED = 3600 * 10**9
 #: Names of entries while they are written, as `cupyattn.files.replacing` gives them.
 _UNFINISHED = re.compile(rf"\.{ENTRY.pattern}\.[0-9a-f]+\.tmp")
-#: Processes that may write to the folder at a time while it stays within its limit. Each lists it,
-#: and leaves an eighth of the limit free, before it writes more than its part of that eighth: so
-#: what all write between two listings fits. Listing thousands of files takes 0.1 s.
+#: Processes that may write to the folder at a time while it stays within its limit. Each lists it
+#: and leaves an eighth of the limit free, before it writes more than its part of that eighth. So
+#: all writes between two listings fit. Listing thousands of files takes 0.1 s.
 _WRITERS, _FREE = 16, 8
 #: By folder: the limit for which this process listed it last, and bytes that it may still write.
 _room: dict[Path, tuple[int | None, float]] = {}

@@ -61,6 +61,6 @@ HOPPER_CAPABILITY = 90
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """Return those of `ARCHITECTURES` that the NVRTC of this environment compiles for."""
+    """Return the members of `ARCHITECTURES` that the NVRTC of this environment compiles for."""
     known = nvrtc.load().capabilities
     return tuple(arch for arch in ARCHITECTURES if capability_of(arch) in known)

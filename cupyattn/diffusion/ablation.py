@@ -83,7 +83,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Ablation:
-    """What `ablate` found; ``print`` it for the table.
+    """Result of `ablate`; ``print`` it for the table.
 
     Parameters
     ----------

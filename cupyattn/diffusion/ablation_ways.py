@@ -28,7 +28,7 @@ from cupyattn.testing import verdict
 PART, KIND = "diffusion", "ways of diffusion"
 #: Share of the keys that is pruned, and share that a window keeps.
 PRUNED, KEPT = 0.2, 0.25
-#: What static scales are multiplied by for a step that has twice the noise of the recorded one.
+#: Factor of static scales for a step that has twice the noise of the recorded step.
 FACTOR = 2.0
 _INT8 = "fa_int8"
 

@@ -1,4 +1,4 @@
-"""What a diffusion transformer will gain, said beforehand from its shapes and stored rates.
+"""Prediction of a diffusion transformer's gain, from its shapes and stored rates.
 
 A pass has three parts. Linear layers take time by their operations, attention by operations and
 head_dim, and the rest by the elements that layers read and write. INT8 layers and our attention
@@ -34,11 +34,11 @@ class Rates:
     ----------
     device : str
     linear, saved_linear : float
-        Linear layers in 16 bits, and what INT8 saves of that.
+        Linear layers in 16 bits, and the share of it that INT8 saves.
     attention : mapping of str to float
         Torch's attention, by kind.
     saved_attention : mapping of str to mapping
-        What ours saves, by accuracy class and kind.
+        Savings of our attention, by accuracy class and kind.
     traffic : float
     """
 
@@ -52,16 +52,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class Advice:
-    """What a pass is predicted to take, and what each part saves.
+    """Predicted time of a pass, and savings of each part.
 
     Parameters
     ----------
     seconds : float
-        Of a compiled native pass.
+        Time of a compiled native pass.
     saved : mapping of str to float
         Seconds, by part: ``"linear"``, and ``"attention"`` of the accuracy class.
     refusal : str
-        Why nothing is advised; "" if something is.
+        Reason why nothing is advised; "" if something is.
     """
 
     seconds: float
@@ -94,7 +94,7 @@ def advise(
     work: Work, tokens: int, accuracy: str = "full", device: str = "h200", *,
     rates: Mapping[str, Rates] | None = None,
 ) -> Advice:  # fmt: skip
-    """Predict what a model gains.
+    """Predict the gain of a model.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import as_float
 
-#: Where code of this package lies.
+#: Folder of this package's code.
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 P = ParamSpec("P")

@@ -23,7 +23,7 @@ from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 Float32 = npt.NDArray[np.float32]
 
 _KIND, _VERSION = "cupyattn.calibration", 1
-#: What a percentile may be of.
+#: Arrays of which a percentile may be taken.
 OF = ("maxima", "values")
 #: Magnitudes are counted by the upper half of their float32: 8 significant bits.
 _PATTERNS, _LARGEST_FINITE = 2**15, 0x7F7F
@@ -31,7 +31,7 @@ _PATTERNS, _LARGEST_FINITE = 2**15, 0x7F7F
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Static scales of Q and K, and where they are from.
+    """Static scales of Q and K, and their source.
 
     ``scales_q, scales_k = calibration`` takes the two apart.
 
@@ -51,7 +51,7 @@ class Calibration:
     batches : tuple of int
         How many batches each bin has seen.
     source : str
-        What was calibrated, in the caller's words.
+        Name of the calibrated model, in the caller's words.
     source_hash : str
         SHA-256 of the statistics of all batches: equal for equal data in the same order.
 
@@ -220,7 +220,7 @@ def calibrate_quantization_scales(
         Scales of keys less the mean that `QuantConfig.smooth_k` subtracts. Attention then has to
         find that mean in a pass over keys; without it the static path reads Q and K once.
     source : str
-        What is calibrated, for whoever reads the file.
+        Name of the calibrated model, for readers of the file.
 
     Returns
     -------
@@ -351,7 +351,7 @@ def _taken(
 
 
 def _magnitudes(x: Array, smooth: bool) -> Array:
-    """Return |x| in float32, less what smoothing subtracts first where that is asked for."""
+    """Return |x| in float32, after smoothing if requested."""
     xp = array_namespace(x)
     values = x.astype(np.float32)
     if smooth:

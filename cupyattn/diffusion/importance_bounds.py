@@ -1,4 +1,4 @@
-"""How far the importance of keys may lie from the exact one (docs/MATH_REFERENCE.md [L52])."""
+"""Bound of the error of the importance of keys (docs/MATH_REFERENCE.md [L52])."""
 
 from __future__ import annotations
 

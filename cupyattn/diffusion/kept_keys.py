@@ -1,4 +1,4 @@
-"""Attention to the keys that pruning keeps: moved together, or quantised from where they lie."""
+"""Attention to the keys that pruning keeps: moved together, or quantised in place."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cupyattn.runtime.scratch import Memory, saying_what_is_needed
 
 
 def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
-    """Whether keys are to be summed where they are weighed.
+    """Whether the kernel that weighs keys should also sum them.
 
-    They are where the kept ones become codes where they lie: smoothing may subtract any vector, and
-    the mean of all keys spares a read of those that are kept.
+    They are if kept keys become codes in place. Smoothing may subtract any vector, and the mean of
+    all keys saves a read of the kept keys.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class KeptKeys:
     ) -> None:
         self._k, self._v, self._importance, self._count = k, v, importance, count
         self._key_sums, self._needed = key_sums, needed
-        #: Which they are, bool, (batch, heads_kv, len_kv), once `attend` was called.
+        #: Mask of the kept keys, bool, (batch, heads_kv, len_kv), once `attend` was called.
         self.kept: Array | None = None
 
     def attend(

@@ -36,11 +36,11 @@ _WARP_KEYS, _MOST_BLOCKS = 64, 8
 #: Warps of a block while the cluster may still grow: two such blocks share a multiprocessor. Beyond
 #: that at most so many, by head size: their rings of keys fill its shared memory.
 _PAIRED_WARPS, _MOST_WARPS, _MOST_WIDE_WARPS = 8, 16, 8
-#: Heads that a cluster takes in turn at most, so that those of the next arrive during these, and
-#: blocks that a launch is to have all the same: four times as many as run at a time.
+#: Largest number of heads that a cluster takes in turn, so that keys of the next head arrive during
+#: the current one. Least number of blocks of a launch: four times as many as run at a time.
 _MOST_TURNS, _WAVES_OF_BLOCKS = 4, 1024
-#: Warps of a block that looks for the largest, and of one that gathers; accesses of an operand that
-#: one of the latter's threads has under way.
+#: Number of warps of a block that selects the largest keys, and of a block that gathers. Number of
+#: accesses of an operand that a gathering thread has in flight.
 _SELECT_WARPS, _GATHER_WARPS, _IN_FLIGHT = 16, 4, 4
 
 

@@ -115,13 +115,14 @@ def weigh_keys(
     q, k, scale, rows, backend, arch
         As for `key_importance`.
     key_sums : bool
-        Add the keys up on the way, where kernels read them once.
+        Whether to add up the keys, too, if kernels read them once.
 
     Returns
     -------
     importance : array, float32, (batch, heads_kv, len_kv)
     key_sums : array, float32, (batch, heads_kv, parts, head_dim), or None
-        Those of all keys of a head are the sum of its parts. None where nobody added them up.
+        The sum over all keys of a head is the sum of its parts. None if the kernel does not add
+        them up.
     """
     settings = ImportanceSettings(scale, rows, backend, arch, key_sums)
     arrays = {"q": q, "k": k}
@@ -130,7 +131,7 @@ def weigh_keys(
 
 
 class ImportanceSettings(NamedTuple):
-    """What weighing keys asks for, beside arrays: arguments of `weigh_keys`."""
+    """Settings for weighing keys: arguments of `weigh_keys`, except arrays."""
 
     scale: float | None
     rows: int
@@ -335,7 +336,7 @@ def compact(
 def compact_values(
     k: Array, v: Array, importance: Array, count: int, *, backend: str
 ) -> tuple[Array, Array, Array]:
-    """Choose keys as `compact` does, and move their values; the keys stay where they are.
+    """Choose keys as `compact` does, and move their values; the keys stay in place.
 
     Parameters
     ----------

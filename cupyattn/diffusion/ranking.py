@@ -2,7 +2,7 @@
 
 CuPy sorts flat integers by their digits, but the rows of an array, and the order of one, by
 comparing tuples. So a number, 0 or more, goes into the low bits of an integer, and its row above
-them: the bits of such float32 rise with their values, and a NaN lies above all.
+them. The bits of such float32 rise with their values, and a NaN lies above all.
 """
 
 from __future__ import annotations

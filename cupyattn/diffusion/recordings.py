@@ -1,4 +1,4 @@
-"""What a running model's layers got: Q, K and V of attention, and inputs of linear layers."""
+"""Recorded inputs of a running model's layers: Q, K and V of attention, inputs of linear layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Recording:
     sigmas : array, float64, (steps,), or None
         Noise-to-signal ratios of the schedule, falling.
     source : str
-        What was recorded.
+        Name of the recording.
     """
 
     calls: Sequence[RecordedCall] = ()

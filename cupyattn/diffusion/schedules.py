@@ -1,7 +1,7 @@
-"""Noise schedules: how noisy each step of a sampler is, and what that says of activations.
+"""Noise schedules: the noise of each step of a sampler, and its effect on activations.
 
-One measure serves every family of models: the noise-to-signal ratio of the network's input, which
-is the standard deviation of the noise over the factor of the image. It is sigma of EDM, sqrt((1 -
+One measure serves every family of models: the noise-to-signal ratio of the network's input. It is
+the standard deviation of the noise over the factor of the image. It is sigma of EDM, sqrt((1 -
 abar) / abar) of DDPM, and sigma / (1 - sigma) of flow matching. A *timestep* is an index into a
 schedule: 0 is the first step of sampling, that with most noise.
 """
@@ -26,7 +26,7 @@ KINDS = ("edm", "flow", "ddpm")
 EDM_SIGMA_MIN, EDM_SIGMA_MAX, EDM_RHO = 0.002, 80.0, 7.0
 #: DDPM's: Ho et al. 2020, section 4.
 DDPM_BETA_START, DDPM_BETA_END, DDPM_TRAIN_STEPS = 1e-4, 0.02, 1000
-#: What `compute_adaptive_scales` clips its factors to.
+#: Range to which `compute_adaptive_scales` clips its factors.
 SCALE_FACTOR_MIN, SCALE_FACTOR_MAX = 2.0**-10, 2.0**10
 
 
@@ -221,8 +221,8 @@ class SnrBins:
     Parameters
     ----------
     edges : tuple of float
-        Where a bin ends and the next begins, rising; one fewer than there are bins. Bin 0 is that
-        with most noise; an edge belongs to the bin after it.
+        Rising edges between bins, one fewer than bins. Bin 0 has most noise. An edge belongs to the
+        bin after it.
 
     Raises
     ------
@@ -282,7 +282,7 @@ def compute_adaptive_scales(
     maximum: float = SCALE_FACTOR_MAX,
     num_bins: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return by what the static scales of a reference step are multiplied at every other step.
+    """Return the factors of a reference step's static scales at every other step.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What may change from call to call of `Int8Attention`: which scores are computed, and how."""
+"""Settings that may change between calls of `Int8Attention`: the computed scores, and how."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Tokens come in blocks that are compact in space, 64 tokens of a frame for example, in the order of
 `block_order`. A block of queries keeps the blocks of keys with most of its attention, estimated
-from means of blocks, and the blocks of a window around it in time, height and width. The first is
-the choice of NABLA (Kandinsky 5), the second that of sliding tile attention (STA).
+from means of blocks. It also keeps the blocks of a window around it in time, height and width. The
+first is the choice of NABLA (Kandinsky 5), the second that of sliding tile attention (STA).
 """
 
 from __future__ import annotations

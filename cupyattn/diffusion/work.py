@@ -30,7 +30,7 @@ _OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass computes and moves.
+    """Operations and memory traffic of a pass.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
 
 
 def kind_of_attention(head_dim: int, cls: str = "") -> str:
-    """Return what the rate of attention depends on.
+    """Return the properties on which the rate of attention depends.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def kind_of_attention(head_dim: int, cls: str = "") -> str:
 def work_of(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], tokens: int, prompt: int
 ) -> Work:
-    """Return what a pass computes and moves.
+    """Return the operations and memory traffic of a pass.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ def _lengths(
 
 
 def describes(work: Work) -> str:
-    """Say in a line what a pass computes.
+    """Describe the operations of a pass in a line.
 
     Examples
     --------

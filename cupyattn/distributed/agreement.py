@@ -462,7 +462,7 @@ def _offsets(arrays: Mapping[str, Any]) -> dict[str, Any]:
 def _partitions(
     partition: Any, said: list[dict[str, int]], packed: dict[str, Any]
 ) -> tuple[Partition, Partition]:
-    """Return which rank has which rows and which keys, checked against what they have."""
+    """Return the partitions of rows and of keys, checked against the lengths of the arrays."""
     lengths = [[of_rank[name] for of_rank in said] for name in ("len_q", "len_kv")]
     if packed:
         for name, have in zip("qk", lengths, strict=True):

@@ -1,4 +1,4 @@
-"""Which mesh a call runs on: the one asked for, or the one that the model finds fastest."""
+"""Mesh of a call: the requested mesh, or the fastest by the model of costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def choose_mesh(
     ulysses : int or None
         With ``"mixed"``.
     call : AttentionSpec
-        Of the whole sequence.
+        The call of the whole sequence.
     variant : str
         The rung.
     hosts : sequence of str
@@ -43,7 +43,7 @@ def choose_mesh(
     without_ring : bool
         A ring does not take the call.
     machine : Machine
-        What the ranks run on; how many of them a host has is counted.
+        Rates of the ranks' devices and links. The number of ranks per host is counted.
 
     Raises
     ------

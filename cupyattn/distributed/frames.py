@@ -38,7 +38,7 @@ ASKS, LIVES = 0, 1
 
 @dataclass(frozen=True)
 class Limits:
-    """What a store accepts."""
+    """Limits of the messages that a store accepts."""
 
     #: Bytes of the words of a message (JSON), and of words and value.
     words: int = 2**20

@@ -49,7 +49,7 @@ class Machine:
         Share of a rung's rate that remains in the steps of a ring: on some of the keys each, while
         the next ones are written to memory.
     codes_rate : float
-        The same of a ring of codes, which are laid out and scaled for each part.
+        The same for a ring of codes, which are laid out and scaled for each part.
     heads_rate : float
         The same beside an exchange of heads: NCCL's kernels take multiprocessors.
     network_latency : float
@@ -102,7 +102,7 @@ def machine_of(devices: int, per_host: int) -> Machine:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a call costs the busiest rank.
+    """Costs of a call for the busiest rank.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Costs:
 
     @property
     def seconds(self) -> float:
-        """Of the whole call."""
+        """Time of the whole call."""
         return self.compute + self.exposed + self.merging + self.host
 
     @property
@@ -186,7 +186,7 @@ def predict(
     Parameters
     ----------
     call : AttentionSpec
-        Of the whole sequence.
+        The call of the whole sequence.
     mesh : Mesh
     machine : Machine
     variant : str

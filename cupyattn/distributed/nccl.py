@@ -1,4 +1,4 @@
-"""Ranks with a CUDA device each, whose arrays travel by NCCL on a stream of their own.
+"""Ranks with a CUDA device each, whose arrays travel by NCCL on a separate stream.
 
 NCCL does not report that a peer has ended: a wait for it never returns. So a thread watches from
 the first exchange of a call to its end. It checks NCCL for errors, the store for failed ranks, and

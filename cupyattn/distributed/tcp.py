@@ -199,7 +199,7 @@ class TcpServer:
                 self._leaves(rank, None)
 
     def _answer(self, rank: int, frame: Frame) -> Sequence[bytes]:
-        """Do what a rank asks for; return values for it."""
+        """Execute a rank's request; return values for it."""
         if frame.refusal:
             raise ValueError(frame.refusal)
         board, value = self.board, bytes(frame.value)
@@ -354,7 +354,7 @@ def _joined(
 
 
 def _cause(rank: int, where: str, timeout: float, error: OSError) -> RankError:
-    """Return what a rank is told that could not join."""
+    """Return the error for a rank that could not join."""
     if isinstance(error, BrokenFrameError):
         return RankError(rank, f"has another secret than the store at {where}: {ADVICE}")
     if isinstance(error, FileNotFoundError):

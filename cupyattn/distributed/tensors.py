@@ -1,6 +1,6 @@
 """Tensors of torch on several ranks: which of them require gradients, and a function of autograd.
 
-torch is imported where there are such tensors, which have imported it.
+Such tensors exist only if torch has been imported.
 """
 
 from __future__ import annotations

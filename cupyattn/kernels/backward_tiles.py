@@ -1,4 +1,4 @@
-"""Tile sizes of the backward kernels, chosen among those that do not spill and fit in 99 KB."""
+"""Tile sizes of the backward kernels, chosen among tiles that do not spill and fit in 99 KB."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TILES = {
     256: (Tiles(16, 64, 8, 2), Tiles(64, 16, 4, 2)),
 }
 
-#: Of ``backward_bias.cu``, by largest head_dim; they divide the blocks of block masks.
+#: Tiles of ``backward_bias.cu``, by largest head_dim; they divide the blocks of block masks.
 _BIAS_TILES = {128: Tiles(64, 64, 4), 256: Tiles(64, 32, 4)}
 
 #: Tiles of the Hopper kernels: of one kernel up to head_dim 128, of two past it.
@@ -24,8 +24,9 @@ HOPPER_TILES = {
 }
 #: The largest head_dim for which the Hopper form can add up dQ in memory.
 SUMMED = 128
-#: Blocks that add to dQ in turn are faster than atomic additions past this head_dim and up to so
-#: many keys, twice as many under a causal mask (experiments/results/backward.json).
+#: Past this head_dim and up to so many keys, blocks that add to dQ in turn are faster than atomic
+#: additions. Under a causal mask the limit is twice as many keys
+#: (experiments/results/backward.json).
 IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.
@@ -37,7 +38,7 @@ _BLOCK_MASK_TILES = {
 
 
 def backward_tiles(head_dim: int, block_mask: tuple[int, int] = (0, 0)) -> tuple[Tiles, Tiles]:
-    """Return the tiles of the kernel that keeps keys and of the one that keeps query rows.
+    """Return the tiles of the kernel that keeps keys and of the kernel that keeps query rows.
 
     Parameters
     ----------

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32")
-#: Which columns a rotary embedding turns together: d and d + head_dim / 2, or 2 d and 2 d + 1.
+#: Pairs of columns of a rotary embedding: d and d + head_dim / 2, or 2 d and 2 d + 1.
 ROPE_PAIRS = ("half_split", "interleaved")
 #: Types of P as an operand of P.V: numbers of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3", "16bit")
-#: Which masks and biases Hopper forms tell apart, in the order of MaskKind and BiasKind.
+#: Kinds of masks and biases in Hopper forms, in the order of MaskKind and BiasKind.
 MASK_KINDS = ("", "rows", "keys")
 BIAS_KINDS = ("", "dense", "keys", "rows")
 

@@ -1,6 +1,6 @@
 """One form of a rung as a row: its kernel, its tiles, and which calls it takes.
 
-What `Takes` says is compared with a call in `cupyattn.problem.support`.
+The conditions in `Takes` are compared with a call in `cupyattn.problem.support`.
 """
 
 from __future__ import annotations

@@ -217,9 +217,9 @@ _HOPPER_BLOCKS = (Tiles(128, 128, 12, 2), Tiles(128, 64, 12, 4))
 _HOPPER_INT8_BLOCKS = {128: _HOPPER_BLOCKS, 256: (Tiles(128, 64, 12, 3),)}
 
 #: Tiles of the portable fa_tc with softcap or bias, in which M is not lazy. At head_dim 64 such a
-#: kernel takes 1.19 times as long with 32 keys a step as with 64 (NOTES.md there, "A lazy maximum
-#: in the portable fa_tc"). At 128, more keys a step spill more. A call with only a mask has the
-#: tiles of a call without one, so a mask of True changes no bit.
+#: kernel takes 1.19 times as long with 32 keys a step as with 64. See NOTES.md there, "A lazy
+#: maximum in the portable fa_tc". At 128, more keys a step spill more. A call with only a mask has
+#: the tiles of a call without one, so a mask of True changes no bit.
 _PORTABLE_SCORED = dict.fromkeys(
     ("softcap", "bias"),
     FormTiles(
@@ -236,7 +236,7 @@ _PV8 = FormTiles(
     block_mask=_PORTABLE_BLOCKS,
 )
 
-#: The forms of each rung. Default tiles do not spill, and those of portable forms fit in 99 KB.
+#: The forms of each rung. Default tiles do not spill, and in portable forms they fit in 99 KB.
 #: experiments/results/NOTES.md, "Tiles", compares the tiles of fa_tc and fa_int8 with the fastest.
 #: The tiles of the plain rungs were chosen for readability, not swept. A Hopper form has four warps
 #: that copy, and four more for every 64 query rows.
@@ -251,8 +251,8 @@ _FA_WARPS = {
         "attn_fa_warps.cu", FormTiles({128: Tiles(32, 32, 4), 256: Tiles(16, 32, 4)})
     ),
 }  # fmt: skip
-#: Tiles of calls with softcap, bias or mask: the fastest at head_dim 64 and 128 that do not spill
-#: (NOTES.md there, "Softcap, bias and masks in the Hopper form"). Tiles for a softcap leave room
+#: Tiles of calls with softcap, bias or mask: the fastest at head_dim 64 and 128 that do not spill.
+#: See NOTES.md there, "Softcap, bias and masks in the Hopper form". Tiles for a softcap leave room
 #: for a bias and a mask as well; tiles for a bias leave room for a mask.
 _BIAS_BLOCKS = {
     64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
@@ -301,7 +301,7 @@ _FA_TC = {
         replace(_HOPPER, options=OPTIONS, stacks=True),
         pieces=True,
     ),
-    # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys in flight, and as many keys a step as
+    # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys in flight. A step has as many keys as
     # leave registers for Q and O. Raced on an H200: NOTES.md there, "More rows to a read of K and
     # V".
     "split": Form(

@@ -71,7 +71,7 @@ def several_value_scales(group: int, tiles: Tiles) -> str:
     group : int
         Keys that share the scale of a channel.
     tiles : Tiles
-        Of the attention kernel.
+        Tiles of the attention kernel.
     """
     if group == GROUP_ALL or group % tiles.block_kv == 0:
         return ""
@@ -112,7 +112,7 @@ def check_cu_seqlens(name: str, cu_seqlens: np.ndarray, total: int, longest: int
     Parameters
     ----------
     name : {"q", "k"}
-        Whose offsets they are.
+        Name of the operand with these offsets.
     cu_seqlens : numpy.ndarray, (batch + 1,)
     total : int
         Rows of the packed array.

@@ -1,4 +1,4 @@
-"""Where each kernel rounds, and to what: the record that drives mirror and bound.
+"""Rounding points and types of each kernel: the record that drives mirror and bound.
 
 docs/MATH_REFERENCE.md defines the tags R0 to R7, and its lemmas have numbers such as [L24]. A
 kernel's header and body, its mirror in `cupyattn.reference` and its bound in `cupyattn.bounds` use
@@ -27,8 +27,8 @@ EX2_FLUSH = 2.0**-126
 TANHF_ERROR = 2.0**-21
 #: Relative error of ``tanh.approx.f32`` (PTX ISA, "tanh": 2^-11).
 TANH_APPROX_ERROR = 2.0**-11
-#: LARGEST_SCORE of ``score.cuh``, in log2 units: M is rounded to nearest below, and down from
-#: there on, where its rounding would make exponents of more than LARGEST_EXPONENT, which end there.
+#: LARGEST_SCORE of ``score.cuh``, in log2 units. M is rounded to nearest below it. From there on M
+#: is rounded down, and exponents are capped at LARGEST_EXPONENT, which rounding would exceed.
 LARGEST_SCORE, LARGEST_EXPONENT = 2.0**27, 8
 #: [L31] How far weights may grow before a lazy M rises, in log2 units. P and its sums can store
 #: weights up to this size, whether the rounding of M or its lag makes them large. The value is that
@@ -53,7 +53,7 @@ class Shifts:
     code_bits : int
         The largest weight of a tile is at least 2^(code_bits - 1) and below 2^code_bits.
     lower_bits : int
-        How far M may fall below its highest value in a row.
+        Largest distance of M below its highest value in a row.
     watch_steps : int
         Number of steps between two checks of l.
     sum_bits : int
@@ -273,7 +273,7 @@ def numerics(
     Parameters
     ----------
     family : {"unfused", "float32", "tensor_core", "int8"}
-        What the variant computes with (`cupyattn.kernels.ladder.Variant.family`).
+        Arithmetic of the variant (`cupyattn.kernels.ladder.Variant.family`).
     form : str
         ``"portable"``, ``"sm90"``, ``"split"``, ``"v8"``, ``"pv8"``, ``"pv8_whole"``,
         ``"sm90_pv8"``, ``"sm90_pv8_by_tile"``, ``"sm90_fp8"`` or ``"fused"``: which form of the

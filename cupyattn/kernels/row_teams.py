@@ -25,7 +25,7 @@ def lanes_of(channels: int) -> int:
 
 
 def held_of(channels: int) -> int:
-    """Return how many channels such a team holds, those past the last included.
+    """Return the number of channels that such a team holds, including channels past the last.
 
     Examples
     --------

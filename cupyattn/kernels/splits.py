@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from cupyattn.kernels.tiles import Tiles
 
-#: Number of thread blocks to split a call into when it has too few: two on each of the 132 SMs of
-#: an H100 or H200 SXM, as many as fit in shared memory.
+#: Number of thread blocks to split a call into when it has too few. It is two on each of the 132
+#: SMs of an H100 or H200 SXM, as many as fit in shared memory.
 BLOCKS = 264
-#: Number of blocks up to which tiles of 16 rows are faster than tiles of 32: their second read of K
+#: Number of blocks up to which tiles of 16 rows are faster than tiles of 32. Their second read of K
 #: and V comes from the L2 cache, and they wait less for products (experiments/results/decode.json).
 NARROW_BLOCKS = BLOCKS
 #: Number of queries up to which a tile packs the rows of all query heads that share a key head.
@@ -27,8 +27,8 @@ LEAST_KEYS = 512
 #: with fewer slices some SMs would be idle.
 KEYS_PER_ROW = 4
 ENOUGH_KEYS = 256
-#: Number of rows whose Q and O fit in the registers of a warp, up to head_dim 128 and past it;
-#: kernels_cu/forms/split/attn_fa_tc.cu has the same numbers.
+#: Number of rows whose Q and O fit in the registers of a warp, up to head_dim 128 and past it. The
+#: same numbers are in kernels_cu/forms/split/attn_fa_tc.cu.
 WARP_ROWS, WIDE_WARP_ROWS = 32, 16
 #: Warps of merge_splits.cu, which has no tiles.
 MERGE_TILES = Tiles(16, 16, 16, 2)
@@ -91,8 +91,7 @@ class Splits:
         return -(-rows // (MERGE_TILES.num_warps // self.row_warps))
 
     def params(self, rows: int) -> dict[str, str | int]:
-        """Return what `cupyattn.plans.structs.SPLIT_PARAMS` packs, rows being those of a key
-        head."""
+        """Return what `cupyattn.plans.structs.SPLIT_PARAMS` packs, for the rows of a key head."""
         sizes: dict[str, str | int] = {
             "first_key": self.first, "end_key": self.end, "slice_keys": self.slice_keys,
             "parts": self.parts, "rows": rows, "row_warps": self.row_warps,
@@ -118,7 +117,7 @@ class Splits:
         )
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield the first key of each slice and the one past its last."""
+        """Yield the first key of each slice and the key past its last."""
         for i in range(self.slices):
             begin = self.first + i * self.slice_keys
             yield begin, max(begin, min(begin + self.slice_keys, self.end))

@@ -2,7 +2,7 @@
 
 A record is the JSON of an experiment or a command: measurements, ``environment`` and ``command``. A
 cell is any object in it with ``samples`` or ``seconds``. Its name consists of its identifying keys
-and those of the objects around it.
+and the keys of the objects around it.
 """
 
 from __future__ import annotations

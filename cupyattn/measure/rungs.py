@@ -1,7 +1,8 @@
 """The ladder on one input: how far each rung is from exact attention, how fast, how much memory.
 
-`ladder` is behind ``cupyattn ladder``. On CuPy arrays it runs the kernels and times them; on NumPy
-arrays it runs the mirror and times nothing, and on request the kernels in the interpreter, once.
+`ladder` is behind ``cupyattn ladder``. On CuPy arrays it runs the kernels and times them. On NumPy
+arrays it runs the mirror and times nothing. On request it also runs the kernels in the interpreter,
+once.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Exact = Callable[..., tuple[Any, Any]]
 
 #: Rows of queries and keys, of one head, that `ladder` runs in the interpreter.
 INTERPRETED_ROWS = 64
-#: How the note of a rung begins that could not be run.
+#: Beginning of the note of a rung that could not be run.
 NOT_RUN = "not run: "
 
 

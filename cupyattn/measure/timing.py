@@ -223,8 +223,8 @@ def time_interleaved(
     scratch = cupy.empty(LEAD_BYTES, np.uint8)
 
     def sample(call: Callable[[int], object], first: int, repeats: int) -> float:
-        # NOTE: while the device fills, the host gets ahead: without this lead the first call of a
-        # sample would be charged with the host's preparation, and an idle device with it.
+        # NOTE: while the device fills, the host gets ahead. Without this lead, the first call of a
+        # sample would include the host's preparation and an idle device.
         for _ in range(LEAD_FILLS):
             scratch.fill(0)
         begin.record(stream)
@@ -242,9 +242,9 @@ def time_interleaved(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for turn in range(rounds):
-        # NOTE: every other round goes backwards, and every two rounds begin one call later, so that
-        # each call follows either neighbour alike: near its power limit a device is slower after
-        # one that took more.
+        # NOTE: every other round goes backwards, and every two rounds begin one call later. So each
+        # call follows either neighbour equally often. Near its power limit, a device is slower
+        # after a call that took more power.
         moved = turn // 2 % len(names)
         order = names[moved:] + names[:moved]
         for name in order if turn % 2 == 0 else order[::-1]:

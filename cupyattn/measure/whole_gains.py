@@ -17,7 +17,7 @@ from typing import Any
 from cupyattn.measure.timing import UNDECIDED, Estimate, judged
 
 FILE = Path(__file__).with_suffix(".json")
-#: How models were compiled: block by block, or all of a pass as one CUDA graph.
+#: Ways of compiling models: block by block, or all of a pass as one CUDA graph.
 COMPILED = ("blocks", "graphs")
 #: Largest factor between the widths of a model and of the measured model used in its place.
 MOST_FACTOR = 1.5

@@ -119,11 +119,11 @@ def int8_gemm(
 
     The scales of a slice of 128 codes are applied to its exact sum, in float32:
     ``c = fma(dot, fl(a_scale b_scale), c)``, slices in order. With few rows, and in the last wave
-    of many, the blocks of a cluster may share the slices of a tile, and add up their sums in order.
-    So the bits of a result depend only on the sizes of the product, the form and `tiles`. With
-    scales of channels the sum over all of k is exact and scaled once:
-    ``c = fl(fl(sum) fl(a_scale b_scale))``. Its bits do not depend on form and tiles.
-    `cupyattn.quant.gemm_error` bounds the result element by element.
+    of many, the blocks of a cluster may share the slices of a tile. They add up their sums in
+    order. So the bits of a result depend only on the sizes of the product, the form and `tiles`.
+    With scales of channels the sum over all of k is exact and scaled once: ``c = fl(fl(sum)
+    fl(a_scale b_scale))``. Its bits do not depend on form and tiles. `cupyattn.quant.gemm_error`
+    bounds the result element by element.
 
     Examples
     --------

@@ -118,7 +118,7 @@ class _Layers(Operation):
         )
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the products with NumPy; return those that no array receives."""
+        """Compute the products with NumPy; return the products that no array receives."""
         codes, products = problem.settled
         found = _OPERATIONS[codes.what].mirror(codes, arrays)
         made = {_CODES[name]: x for name, x in found.items()}

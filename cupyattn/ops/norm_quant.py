@@ -114,7 +114,7 @@ def norm_quant(
 
 
 class NormQuantSettings(NamedTuple):
-    """What the pass asks for, beside arrays: arguments of `norm_quant`."""
+    """Settings of the pass: arguments of `norm_quant`, except arrays."""
 
     norm: str | None
     activation: str | None

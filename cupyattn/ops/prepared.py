@@ -28,7 +28,7 @@ class Prepared:
     addresses modulo 16. If the same addresses repeat, its launches become one launch of a CUDA
     graph, which only saves host time. It owns its scratch memory, so a CUDA graph may capture the
     call and replay it while the object exists. Two calls, or two graphs, of one object must not run
-    at the same time on different streams: their results would be wrong, and blocks that wait for
+    at the same time on different streams. Their results would be wrong, and blocks that wait for
     numbers of the other call might never end.
 
     Parameters
@@ -47,7 +47,7 @@ class Prepared:
         given, _ = imported(by_buffer)
         problem: AttentionProblem = problem_of(operation, asked, given)
         self._operation = operation
-        #: With limits of lengths, which no later call looks for.
+        #: Settings with limits of lengths, so later calls need not find these.
         self._settings = settings._replace(
             max_len_q=problem.settings.max_len_q, max_len_k=problem.settings.max_len_k
         )

@@ -40,7 +40,7 @@ from cupyattn.problem.form import features_of
 ROW_PAD = 128
 #: COARSE_ROWS of ``backward_coarse.cu``: rows that share a flag.
 COARSE_ROWS = 16
-#: Of the passes over query rows: ``backward_delta.cu``, ``backward_coarse.cu`` and
+#: Tiles of the passes over query rows: ``backward_delta.cu``, ``backward_coarse.cu`` and
 #: ``backward_sums.cu``.
 _PASS_TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
 #: Blocks of the first of them for ROW_PAD rows.

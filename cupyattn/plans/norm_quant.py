@@ -30,7 +30,7 @@ _WARPS, _WARPS_ROTATED = 24, 20
 
 @dataclass(frozen=True)
 class NormQuantFeatures:
-    """What one compiled pass does.
+    """Features of one compiled pass.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class NormQuantFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class NormQuantPlan(Launches):
-    """A pass turned into a launch, or none where there are no rows.
+    """The launch of a pass, or none without rows.
 
     `steps` is how many rows a team takes, one after the other.
     """

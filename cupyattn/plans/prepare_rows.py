@@ -69,7 +69,7 @@ def _plan_pass(
     own: dict[str, Any],
     packed: tuple[int, int] | None,
 ) -> Plan:
-    """Plan the kernel of that name, whose struct has further fields beside those of the rows.
+    """Plan the kernel of that name, whose struct has further fields beside the fields of the rows.
 
     `asked` are its fields of `Features`.
     """

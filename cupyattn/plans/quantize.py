@@ -44,9 +44,9 @@ STEPS = ("none", "sums", "extrema", "reach", "rows", "codes", "values", "value_r
 #: launch has about two slices for every SM of an H200. No slice is shorter than the rows of a
 #: block.
 _SLICE_ROWS, _SLICES, _ALL_SLICES, _MAX_SLICES = 256, 32, 264, 64
-#: Pieces of work between the sum of a slice and the codes of its head: this many for every block of
-#: rows in the slice, and one. An H200 has begun about as many when the slice is summed. With more
-#: of them, the rows would have left the L2 cache.
+#: Pieces of work between the sum of a slice and the codes of its head. There are this many for
+#: every block of rows in the slice, and one more. An H200 has begun about as many when the slice is
+#: summed. With more of them, the rows would have left the L2 cache.
 _AHEAD = 264
 
 
@@ -316,7 +316,7 @@ def _preparing(now: Mapping[str, _Work]) -> Prepares | None:
 def _defines(
     now: Mapping[str, str], first: Mapping[str, str], work: Mapping[str, _Work], qk_bits: int
 ) -> dict[str, int]:
-    """Return the macros of a launch, except those of its tiles and features."""
+    """Return the macros of a launch, except macros of its tiles and features."""
     defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
     defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
     defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
@@ -433,8 +433,8 @@ class _Work:
     def slices(self) -> tuple[int, int]:
         """Number of slices that are summed in parallel, and the rows of a slice.
 
-        Slices cover the rows of a head, or those of its mean. The rows of a slice are a multiple of
-        the rows of a block, so all loads of a block overlap.
+        Slices cover the rows of a head, or the rows of its mean. The rows of a slice are a multiple
+        of the rows of a block, so all loads of a block overlap.
         """
         _, length = self.part.entries
         if "extrema" not in self.steps:

@@ -131,7 +131,7 @@ class Plan:
 
     @functools.cached_property
     def on_devices(self) -> dict[Any, Any]:
-        """What an executor keeps of this plan, by device."""
+        """Data of this plan that an executor keeps, by device."""
         return {}
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class Runnable(Protocol):
 
     @property
     def on_devices(self) -> dict[Any, Any]:
-        """What an executor keeps of this plan, by device."""
+        """Data of this plan that an executor keeps, by device."""
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ _QUANTIZE_FIELDS = [
 #: ``struct QuantizeParams`` of kernels_cu/prims/codes/quant.cuh.
 QUANTIZE_PARAMS = _struct(_QUANTIZE_FIELDS)
 
-#: ``struct QuantizeParams`` of kernels_cu/prims/codes/quant.cuh, with CFG_QK_NORM=1: the kernels
-#: that prepare rows of Q and K as they quantise them, by their root mean square or their position.
+#: ``struct QuantizeParams`` of kernels_cu/prims/codes/quant.cuh, with CFG_QK_NORM=1. Its kernels
+#: prepare rows of Q and K, by their root mean square or their position, as they quantise them.
 PREPARED_QUANTIZE_PARAMS = _struct(_QUANTIZE_FIELDS, PREPARE_PARAMS)
 
 #: ``struct TurnParams`` of kernels_cu/prims/schedule/quantize_turns.cuh.

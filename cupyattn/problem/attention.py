@@ -47,8 +47,8 @@ from cupyattn.quant.quantizers import group_count, padded_length
 OF_SCORES = ("mask", "bias", "kept_blocks")
 #: A value of `AttentionProblem.prepared_when`.
 BEFORE = "in a pass before"
-#: Products of a score with a channel that the interpreter computes in a second, of each family:
-#: lengths of 256 in one head of 64 on one core of a server.
+#: Number of products of a score with a channel per second of the interpreter, by family. They were
+#: timed with lengths of 256 in one head of 64, on one core of a server.
 INTERPRETED = {"unfused": 6e6, "float32": 5e6, "tensor_core": 6e7, "int8": 1.5e7}
 #: Seconds in the interpreter that a call tells of beforehand.
 LONG = 10.0

@@ -247,7 +247,7 @@ _OF_ATTENTION = dict.fromkeys(
     "call it for each entry, cut to its rows, or give it the entries packed, or with a mask, where "
     "it takes these",
 )
-#: How Python, and functions that pass arguments on, report a name that they do not know.
+#: Messages of Python, and of functions that pass arguments on, for an unknown name.
 _UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
 
 

@@ -441,9 +441,9 @@ def _with_own_shifts(
     call: AttentionSpec, *, bottom_right: bool, causal: bool, window: Any
 ) -> AttentionSpec:
     """Return a call with the shifts of batch entries whose lengths differ."""
-    # NOTE: shifts count from the alignment of each entry. The limits of a window, cut to keep
-    # shifts within 32 bits, count from there, too: with bottom-right alignment, a row has at most
-    # len_kv keys to its left and len_q to its right.
+    # NOTE: shifts count from the alignment of each entry. The limits of a window count from there,
+    # too. They are cut to keep shifts within 32 bits: with bottom-right alignment, a row has at
+    # most len_kv keys to its left and len_q to its right.
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)
     return replace(call, causal_shift=last or 0, window_shift=first or 0)

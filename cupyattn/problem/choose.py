@@ -20,8 +20,8 @@ from cupyattn.quant.config import QuantConfig
 
 #: Families of kernels in the 16/32-bit arithmetic of the input; the rule prefers the first.
 FULL = ("tensor_core", "float32", "unfused")
-#: How the other accuracy classes quantise: "balanced" in INT8 Q.K^T and 16-bit P.V, "aggressive" in
-#: 8-bit P.V too. A scale of K for a tile, and one for a channel of V, as its Hopper form asks.
+#: Quantisation of the other accuracy classes: "balanced" in INT8 Q.K^T and 16-bit P.V, "aggressive"
+#: in 8-bit P.V too. A scale of K for a tile, and one for a channel of V, as its Hopper form asks.
 QUANT = {
     "balanced": QuantConfig(granularity_k="block"),
     "aggressive": QuantConfig("token", "block", pv="int8", granularity_v="channel"),

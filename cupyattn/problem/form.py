@@ -1,4 +1,4 @@
-"""The kernel of a call: variant, form and tiles; what it is compiled for; checks of its limits.
+"""The kernel of a call: variant, form and tiles; its features and operands; checks of its limits.
 
 Plans, the mirror, bounds and the judge all read one record, `Kernel`.
 """

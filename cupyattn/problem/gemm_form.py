@@ -36,8 +36,8 @@ HOPPER_TILES = (
     *(GemmTiles(64, 64, num_warps=8, num_stages=5, splits=s) for s in (2, 4)),
     *(GemmTiles(128, 128, num_warps=12, num_stages=6, splits=s) for s in (2, 4)),
 )
-#: Portable tiles whose k the blocks of a cluster share, on devices with clusters: by the largest
-#: number of rows, then by the number of blocks.
+#: Portable tiles whose k the blocks of a cluster share, on devices with clusters. Keys are the
+#: largest number of rows, then the number of blocks.
 _SHARED_TILES = {
     16: {4: GemmTiles(16, 128, num_warps=4, num_stages=6, splits=4)},
     32: {s: GemmTiles(32, 64, num_warps=4, num_stages=6, splits=s) for s in (2, 4)},
@@ -46,17 +46,17 @@ _SHARED_TILES = {
 COPIED = ("a", "b", "a_16", "b_16")
 #: The kernels by strategy, the groups that share a scale.
 ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
-#: Rows of A up to which blocks share tiles of 64 rows; and up to which the portable form, with
-#: tiles of 16, is faster on Hopper, too, unless there are more than 16 rows and no room for pairs
-#: of blocks. Raced: experiments/results/gemm_few_rows.json.
+#: Largest number of rows of A for which blocks share tiles of 64 rows. Largest number for which the
+#: portable form, with tiles of 16, is faster on Hopper, too. The second does not hold if there are
+#: more than 16 rows and no room for pairs of blocks. Raced: experiments/results/gemm_few_rows.json.
 FEW_ROWS, PORTABLE_ROWS = 64, 32
-#: Least number of slices of a part for which blocks share tiles of 128 rows, and for which more
-#: blocks than SMs share tiles of 64 rows. With fewer slices, merging costs more than it saves
+#: Least number of slices of a part: for blocks to share tiles of 128 rows, and for more blocks than
+#: SMs to share tiles of 64 rows. With fewer slices, merging costs more than it saves
 #: (experiments/results/gemm_few_rows_512.json and gemm_few_rows_channel_512.json).
 _LEAST_SLICES = 24
-#: Model of a device, by which tiles are chosen: thread blocks that run at a time; such blocks in
-#: clusters, which lie in groups of 8 SMs; and bytes of A and B that a block gets from the L2 cache
-#: while its tensor cores multiply 4096 pairs of codes.
+#: Model of a device for the choice of tiles. Number of thread blocks that run at a time, and the
+#: same in clusters, which lie in groups of 8 SMs. Bytes of A and B that a block reads from the L2
+#: cache while its tensor cores multiply 4096 pairs of codes.
 _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
 #: Number of blocks up to which blocks that share a tile are faster with one SM each. More blocks
 #: are faster two to an SM, if their clusters fit (experiments/results/gemm_few_rows.json and

@@ -372,7 +372,7 @@ class Preparation:
             r = 1 / sqrt(sum of squares / head_dim + eps)    x = fl(fl(x r) w)
             x' = fl(fl(x c) - fl(y s))                       y' = fl(fl(y c) + fl(x s))
 
-        The squares of the two members of a pair are added first; pairs are those of `rope`, or one
+        The squares of the two members of a pair are added first; pairs are as in `rope`, or one
         channel of each half. Then neighbouring sums are added, level by level, with zeros past the
         last. A sum that is not finite makes its row NaN.
         """

@@ -38,7 +38,7 @@ ARRAYS = (
 #: Settings that say which keys a row attends to, by its place and theirs.
 PLACES = ("causal", "causal_align", "window")
 
-#: How many calls are remembered (`cupyattn.runtime.recent`), and settings of such calls.
+#: Number of remembered calls (`cupyattn.runtime.recent`), and of settings of such calls.
 MOST_REMEMBERED = 1024
 
 #: The window of a call without a limit of distance.

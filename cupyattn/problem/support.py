@@ -35,7 +35,7 @@ LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
 #: The largest head_dim for which both fit in the shared memory of fa_tc.
 MOST_MASKED_BIAS = 192
 LOG2E = math.log2(math.e)
-#: How a caller allocates a bias that the copy engine moves.
+#: Code that allocates a bias for the copy engine.
 PADDED_BIAS = "allocate len_kv rounded up to 8 and give the slice [..., :len_kv]"
 #: Bytes that rows of a bias are apart for the copy engine: a multiple.
 BIAS_ALIGNMENT = 16

@@ -24,7 +24,7 @@ Array = Any
 #: Default number of rows and columns that share a scale.
 BLOCK_SIZE = 128
 #: Groups that share a scale: 128 x 128 elements of a weight and 128 adjacent channels of an
-#: activation's row, or an output channel of a weight (a row) and a row of activations.
+#: activation's row. Or an output channel of a weight (a row) and a row of activations.
 STRATEGIES = ("block", "channel")
 #: In a configuration: chosen for each model by `cupyattn.checkpoints.choosing`.
 AUTO = "auto"

@@ -45,14 +45,14 @@ def group_count(length: int, group: int) -> int:
 
 
 #: Least number of rows of a head for which the mean uses only some rows: the first few of each
-#: period. kernels_cu/prims/codes/quant.cuh has the same numbers.
+#: period. The same numbers are in kernels_cu/prims/codes/quant.cuh.
 MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
 
 
 def rows_of_mean(length: int) -> int:
     """Return how many rows of a head smoothing takes the mean of.
 
-    A quarter of many rows, or all of few. Any vector that all rows share may be subtracted, and the
+    A quarter of many rows, or all of few. Any vector that all rows share may be subtracted. The
     mean of some rows is within the range of every channel, like the mean of all rows.
 
     Parameters

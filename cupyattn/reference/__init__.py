@@ -1,4 +1,4 @@
-"""What attention is (`attention_exact`, in float64), and the mirror of the kernels.
+"""The definition of attention (`attention_exact`, in float64), and the mirror of the kernels.
 
 `attention_mirror` follows the kernels step by step, with their blocks and rounding points. Both run
 on the kind of array that they are given, NumPy's or CuPy's.

@@ -39,7 +39,7 @@ def quantize_rows(
 def row_scales(x: Array) -> tuple[Array, Array]:
     """Return the scale of each row of a matrix and its inverse, (rows, 1), both float32.
 
-    What codes are multiplied by, and what numbers are before they are rounded to codes.
+    The factor of codes, and the factor of numbers before they are rounded to codes.
     """
     xp = array_namespace(x)
     scales, inverses = (xp.empty((x.shape[0], 1), np.float32) for _ in range(2))

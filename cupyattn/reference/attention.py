@@ -112,9 +112,9 @@ def attention_mirror(
     summed by itself and then added to O, one rounding more than a chain that starts from O. int32
     products are exact. S c - M is formed in float64 and rounded once.
 
-    As in every rung, M = fl(m c) is one rounded number that all exponents of a row share, so P
-    reaches exp2(m c - M), which from scores of 2^27 in log2 units on ends at 2^8. float16 operands
-    get there from entries of several thousand on. With softcap or bias the maximum itself is
+    As in every rung, M = fl(m c) is one rounded number that all exponents of a row share. So P
+    reaches exp2(m c - M), which is capped at 2^8 for scores from 2^27 in log2 units on. Operands in
+    float16 reach it with entries of several thousand. With softcap or bias the maximum itself is
     subtracted, and P never exceeds 1.
 
     Examples
@@ -327,7 +327,7 @@ def _whole_rows(
 
 
 def _smoothing_shift(quantized: Quantized, mean: Array, sigma: float) -> Float32:
-    """What subtracting the keys' mean took from every score of a row: sigma q.mean."""
+    """The number that subtracting the keys' mean takes from every score of a row: sigma q.mean."""
     codes = codes_less_zero(quantized.q_codes, quantized.q_zero, quantized.group_q)
     q_scale = scale_of_row(quantized.q_scale, quantized.group_q, codes.shape[2])
     q = split_heads(codes * q_scale[..., None], mean.shape[1])

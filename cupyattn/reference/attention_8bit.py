@@ -1,5 +1,5 @@
-"""The mirror's loops over keys if P and V are codes; `attention.py` has those of 16
-and 32 bits."""
+"""The mirror's loops over keys if P and V are codes; `attention.py` has the loops of 16 and 32
+bits."""
 
 # ruff: noqa: E741  (O and l are the paper's letters)
 

@@ -1,4 +1,4 @@
-"""What attention is: `attention_exact`, the definition, in float64.
+"""The definition of attention in float64: `attention_exact`.
 
 It runs on whichever kind of array it is given, NumPy's or CuPy's. `attention_mirror`, which follows
 the kernels step by step, lives in `cupyattn.reference.attention`, the three steps of the unfused
@@ -37,8 +37,8 @@ class ScoreBlock:
     Parameters
     ----------
     index : tuple of slice
-        Where the block lies in an array of shape (batch, heads_kv, group, rows, ...), which is
-        what `cupyattn.arrays.groups.split_heads` makes of (batch, heads, rows, ...).
+        Place of the block in an array of shape (batch, heads_kv, group, rows, ...), which is what
+        `cupyattn.arrays.groups.split_heads` makes of (batch, heads, rows, ...).
     S : (batch, heads_kv, group, rows, len_kv) array, float64
         ``scale * q.k``, softcapped, with the bias; -inf where the row does not attend to the key.
     unbiased : array, shaped as S, float64

@@ -1,4 +1,4 @@
-"""What a product of INT8 codes is, how the kernels round it, and how far that may be off.
+"""Definition of a product of INT8 codes, its mirror, and the bound of its error.
 
 All of it on NumPy arrays. The kernels and docs/MATH_REFERENCE.md use the same tags G1 to G7.
 """
@@ -114,7 +114,7 @@ def gemm_exact(
     outliers : (array, array), optional
         (m, outliers) and (n, outliers), 16-bit: further columns, which have no scales.
     residual : array, (m, n), optional
-        What the result is added to.
+        Array to which the result is added.
     gate : array, (n,) or (groups, n), optional
         Factors of the result beforehand, for as many rows to each group.
 

@@ -81,7 +81,7 @@ def norm_quant_mirror(
     Parameters
     ----------
     x : array, (rows, channels)
-        Of a gated linear unit (rows, 2 channels).
+        Shape (rows, 2 channels) for a gated linear unit.
     steps : RowSteps
     vectors : Vectors
 

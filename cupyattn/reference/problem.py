@@ -28,7 +28,7 @@ OF_NUMBERS = ("mask", "bias")
 def run_mirror(problem: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Run a call on the mirror; return the results in the caller's layout.
 
-    The caller's ``out`` receives O. `arrays` are those of the problem, by buffer.
+    The caller's ``out`` receives O. `arrays` are the operands of the problem, by buffer.
     """
     call, whole = problem.call, _whole(problem, arrays)
     if call.own_lengths is None:

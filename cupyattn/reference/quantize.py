@@ -47,7 +47,7 @@ def quantize_mirror(
         The means to subtract where `quant` smooths; computed when omitted. The kernel sums in
         another order, so a comparison to the bit hands its means over.
     preparation : Preparation, optional
-        What happens to the rows of q and k first.
+        Preparation of the rows of q and k.
 
     Returns
     -------
@@ -117,7 +117,7 @@ def _quantize_sequences(
 def value_operand(v: Array) -> Array:
     """Return V as the second product takes it: its own 16-bit type, float16 for float32.
 
-    What float16 does not hold becomes an infinity, as on a device: without a warning.
+    Numbers past float16 become infinities without a warning, as on a device.
     """
     if v.dtype.name != "float32":
         return v

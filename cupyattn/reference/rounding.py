@@ -1,4 +1,4 @@
-"""What reference, mirror and bounds share: array kinds, groups of heads, and single roundings."""
+"""Shared by reference, mirror and bounds: array kinds, groups of heads, and single roundings."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def ex2(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
     Notes
     -----
-    What ``ex2.approx.ftz.f32`` aims at; the instruction itself is only within
+    The exact value for ``ex2.approx.ftz.f32``; the instruction itself is only within
     `cupyattn.kernels.numerics.EX2_APPROX_ERROR` of it.
 
     Examples
@@ -125,8 +125,8 @@ def tanh(x: npt.ArrayLike) -> npt.NDArray[np.float32]:
 
     Notes
     -----
-    What the device's ``tanhf`` aims at; that is only within `cupyattn.kernels.numerics.TANHF_ERROR`
-    of it.
+    The exact value for the device's ``tanhf``, which is only within
+    `cupyattn.kernels.numerics.TANHF_ERROR` of it.
 
     Examples
     --------

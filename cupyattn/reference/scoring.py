@@ -1,7 +1,7 @@
-"""What features do to a score beside scaling it: ``kernels_cu/prims/score/score.cuh`` in Python.
+"""Features that change a score beside its scale: ``kernels_cu/prims/score/score.cuh`` in Python.
 
-`Scoring` holds window, softcap, mask, bias and block mask of one call, for the definition in
-float64 and for the mirror in float32 alike: each caps and adds in its own precision, and masks by
+`Scoring` holds window, softcap, mask, bias and block mask of one call. Both the definition in
+float64 and the mirror in float32 use it. Each caps and adds in its precision, and masks by
 selection here.
 """
 
@@ -40,7 +40,7 @@ class Scoring:
     mask, bias : (batch, heads_kv, group, len_q, len_kv) array or None
         Views of the caller's arrays; stride 0 where they were broadcast.
     kept : (batch, heads_kv, group, q_blocks, kv_blocks) array or None
-        The same of the block mask.
+        The same for the block mask.
     blocks : (int, int)
         Rows and keys of a block of it.
     """

@@ -104,7 +104,7 @@ class RowState:
         return p
 
     def inverse_l(self) -> Float32:
-        """What O is multiplied by."""
+        """Factor of O."""
         return inverse(self.l)
 
     def lse(self) -> Float32:

@@ -1,4 +1,4 @@
-"""Which backend made an array: what the judge reads to say what ran.
+"""The backend that made an array, for the judge's report.
 
 Only host arrays are noted. The record of an array goes with the array.
 """
@@ -17,8 +17,8 @@ from cupyattn.arrays.memory import data_address
 #: In reports, by the names of backends.
 WORDS = {"cuda": "device", "interpret": "interpreter", "mirror": "mirror"}
 
-#: By the address of memory that is still held: its owner, and by the address of what a backend
-#: wrote of it the end and the backend.
+#: Owners of memory that is still held, by its address. For each, the end and the backend of every
+#: part that a backend wrote, by the part's address.
 _made: dict[int, tuple[weakref.ref[Any], dict[int, tuple[int, str]]]] = {}
 
 
@@ -41,7 +41,7 @@ def _forget(address: int, reference: weakref.ref[Any]) -> None:
 
 
 def origin(array: Any) -> str:
-    """Return what made an array, of the values of `WORDS`; "" where that is not known.
+    """Return the backend that made an array, one of the values of `WORDS`; "" if unknown.
 
     Parameters
     ----------

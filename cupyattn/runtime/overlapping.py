@@ -1,8 +1,8 @@
 """Launches that may begin while the launch before them ends.
 
-The driver calls it programmatic stream serialisation (``cuLaunchKernelEx``); CuPy's
-launcher has no place for the attribute that asks for it. A kernel launched so waits by itself for
-what it reads (``kernels_cu/prims/instructions/griddepcontrol.cuh``).
+The driver calls it programmatic stream serialisation (``cuLaunchKernelEx``); CuPy's launcher does
+not support its attribute. A kernel launched so waits by itself for its operands
+(``kernels_cu/prims/instructions/griddepcontrol.cuh``).
 """
 
 from __future__ import annotations

@@ -44,14 +44,14 @@ class Conversion(NamedTuple):
     Parameters
     ----------
     buffer : str
-        Of the operand.
+        Buffer of the operand.
     shape, dtype
-        Of the result, which is contiguous.
+        Shape and dtype of the contiguous result.
     strides : tuple of int
-        Where the operand has the elements of `shape`, by how many of them: the caller's array may
-        have its axes in another order than the plan.
+        Distances of the elements of `shape` in the operand, in elements. The caller's array may
+        have another order of axes than the plan.
     start, nbytes : int
-        Where the result lies in scratch memory.
+        Place of the result in scratch memory.
     """
 
     buffer: str
@@ -146,18 +146,18 @@ class Ready:
     Parameters
     ----------
     work : Work
-        What is launched.
+        Work to launch.
     arch : str, optional
         Architecture to compile for; the device's own when omitted.
     results : mapping of str to Result, optional
-        What each call makes, by buffer.
+        Results of each call, by buffer.
     copies : mapping of str to Described, optional
         Operands that every call copies, by buffer.
     receiver : Receiver, optional
-        Where the caller gives an ``out``.
+        Buffer of an ``out`` of the caller's, if given.
     memory : Memory, optional
     facts : object
-        What the operation wants to know again when it hands results over.
+        Facts that the operation needs when it returns results.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ class Ready:
         operands : mapping of str to cupy.ndarray
             The caller's; read where one is copied or converted.
         addresses : dict of str to int
-            Of the operands and of an ``out``. Those of the results are added.
+            Addresses of the operands and of an ``out``. The addresses of results are added.
         scratch : MemoryPointer, optional
-            Of `scratch_bytes`; taken from CuPy's pool when omitted.
+            Memory of `scratch_bytes` bytes; taken from CuPy's pool when omitted.
         copied : bool
             Whether these are the arrays by buffer, copied where they had to be.
 
@@ -247,9 +247,9 @@ class Ready:
         Raises
         ------
         ValueError
-            Where an ``out`` shares memory with what is read.
+            If an ``out`` shares memory with operands that are read.
         DeviceMemoryError
-            If results and scratch memory cannot be had; nothing was launched then.
+            If results and scratch memory cannot be allocated. Nothing was launched then.
         """
         if self._runtime.getDevice() != self.device:
             with self._cupy.cuda.Device(self.device):
@@ -318,7 +318,7 @@ class Ready:
 
     @functools.cached_property
     def _pick_outer(self) -> Pick:
-        """What takes the addresses that scratch memory does not give: what a graph is known by."""
+        """Selects the addresses outside of scratch memory, which identify a graph."""
         names = dict.fromkeys(name for _, some in self._launches for name in some)
         names |= dict.fromkeys(name for name, *_ in self._scratch_copies)
         return picking([name for name in names if name not in self.layout.offsets])

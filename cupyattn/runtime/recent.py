@@ -14,7 +14,7 @@ from cupyattn.problem.settings import MOST_REMEMBERED, accept
 
 
 class Recent:
-    """What calls left to be found by the next ones of the same settings and forms.
+    """Results of resolving calls, for later calls of the same settings and forms.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Recent:
             return None, None
 
     def remember(self, key: Any, made: Any) -> None:
-        """Keep what a call made, for `find`, and its settings: it has passed all checks."""
+        """Keep the result of a call, for `find`, and its settings: it has passed all checks."""
         accept(key)
         with self._changing:  # the oldest is found by walking, which another thread would disturb
             while len(self._kept) >= self.most:

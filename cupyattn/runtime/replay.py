@@ -1,9 +1,9 @@
 """Launches that come again: one launch of a CUDA graph in their place.
 
 A launch costs the host several microseconds, a graph of one or a handful less: its parameters were
-laid out and checked beforehand. What a kernel reads and writes it knows by addresses alone, so a
-graph of the same work at the same addresses computes what the launches would, whatever lies there
-by then.
+laid out and checked beforehand. A kernel knows its operands by addresses alone. So a graph of the
+same work at the same addresses computes the same results as launches, also if the data there has
+changed.
 
 The first time, work is launched; the second time it is recorded; from then on the record is
 launched. Every thread has separate graphs, because two threads must not use one at the same time.
@@ -25,11 +25,11 @@ from cupyattn.errors import KernelLaunchError
 #: Launches in the graphs of one thread on one device. Each takes some 64 KiB of the device, so all
 #: of them 256 MiB. A pass of a whole diffusion transformer has some hundreds, of one to four each.
 MAX_LAUNCHES = 4096
-#: How far back a thread looks, in calls. What came once is known for so many others; and a graph
-#: that was launched among so many keeps its place, so that calls which come in turns, more of them
-#: than there are places, are not recorded again each time.
+#: How far back a thread looks, in calls. A call that came once is remembered for so many other
+#: calls. A graph that was launched among so many keeps its place. So calls in turns, more than
+#: there are places, are not recorded again each time.
 HORIZON = 8192
-#: Graphs that a call which finds no place looks at for one to free.
+#: Number of graphs among which a call without a place chooses one to free.
 _LOOKS = 8
 
 
@@ -90,13 +90,13 @@ class Graphs:
     def launch(
         self, key: Hashable, enqueue: Callable[[int], object], stream: int, launches: int = 1
     ) -> Recorded | None:
-        """Enqueue work on a stream of the current device, by a graph of it where there is one.
+        """Enqueue work on a stream of the current device, by its graph if there is one.
 
         Parameters
         ----------
         key : hashable
-            What the work depends on: what is launched, and all addresses. A graph of it is kept
-            with the key, which has to keep alive what is launched.
+            Everything on which the work depends: the launches and all addresses. A graph is kept
+            with the key, which must keep the launched modules alive.
         enqueue : callable
             Takes a stream's handle; allocates nothing and waits for nothing.
         stream : int
@@ -186,8 +186,8 @@ def _exchange_mode() -> Any:
 def _relaxed() -> Iterator[None]:
     """Let this thread take and return memory of the device while another thread captures.
 
-    While one does so in CUDA's default mode, others may not: the driver refuses, and gives up that
-    thread's graph, which might depend on the memory. None depends on what our graphs take.
+    While one thread does so in CUDA's default mode, others may not. The driver refuses, and drops
+    that thread's graph, which might depend on the memory. None depends on what our graphs take.
     """
     import cupy
 

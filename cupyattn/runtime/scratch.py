@@ -1,4 +1,4 @@
-"""Scratch memory of a call: what its passes write and its kernels read."""
+"""Scratch memory of a call, which its passes write and its kernels read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def memory_error(
 
 @dataclass(frozen=True)
 class Memory:
-    """What a call needs beside its operands.
+    """Memory that a call needs beside its operands.
 
     Parameters
     ----------
@@ -95,9 +95,9 @@ def saying_what_is_needed(memory: Memory, *, on_device: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where scratch buffers lie in one piece of memory: on a device an allocation costs time.
+    """Offsets of scratch buffers in one piece of memory, because a device allocation costs time.
 
-    What has to be zero comes first, so that one fill is enough.
+    Buffers that must be zero come first, so that one fill is enough.
 
     Parameters
     ----------

@@ -12,7 +12,7 @@ from cupyattn.cli.inputs import SAMPLE
 from experiments._harness.recording import ROOT
 
 DATA = ROOT / "experiments" / "data"
-#: What `experiments.dit.capture` records of the diffusion transformer.
+#: File that `experiments.dit.capture` records from the diffusion transformer.
 CAPTURED = DATA / "qkv_dit.npz"
 
 

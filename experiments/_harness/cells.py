@@ -28,7 +28,7 @@ from cupyattn.plans.records import Launch
 from cupyattn.problem.checks import AttentionSpec
 from experiments._harness import graphs
 
-#: What keeps a cell from running; its row says so.
+#: Errors that keep a cell from running; its row names them.
 REFUSALS = (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError, ca.DeviceMemoryError)
 
 

@@ -35,7 +35,7 @@ class Case:
     ) -> None:
         self.rng = np.random.default_rng([setup.seed, function, number])
         self.backend = setup.backend
-        #: What decides which kernels are compiled, drawn from a pool that cases share.
+        #: Index of the compiled kernels, drawn from a pool that cases share.
         shared = 0 if same_kernels else function  # options of attention, which is the first
         self.slot = int(self.rng.integers(setup.pool if shared == 0 else -(-setup.pool // 3)))
         self.config = Draws(np.random.default_rng([setup.seed, shared, self.slot, 1]))

@@ -18,9 +18,9 @@ from experiments._harness.cells import Cell, Problem
 
 FLASH_2, CUDNN = "torch SDPA, FlashAttention-2", "torch SDPA, cuDNN"
 FLASH_3, FLASH_4 = "FlashAttention-3", "FlashAttention-4"
-#: What fa_tc is held to on Hopper, which FlashAttention-2 was not written for.
+#: Rivals of fa_tc on Hopper, for which FlashAttention-2 was not written.
 RIVALS = (CUDNN, FLASH_3)
-#: Where the FlashAttention-3 extension of vLLM lies (``_vllm_fa3_C.abi3.so``).
+#: Variable with the path of vLLM's FlashAttention-3 extension (``_vllm_fa3_C.abi3.so``).
 FLASH_3_LIBRARY = "CUPYATTN_FA3"
 
 

@@ -27,12 +27,12 @@ from experiments._harness.others import (
 )  # fmt: skip
 
 SAGE, SAGE_2 = "SageAttention 1", "SageAttention 2"
-#: Where SageAttention 2 lies: the folder of its package, built from its sources (README.md).
+#: Variable with the folder of SageAttention 2's package, built from its sources (README.md).
 SAGE_2_PACKAGE = "CUPYATTN_SAGE2"
 #: Its kernel for Hopper, by the name that its package calls it.
 SAGE_2_KERNEL = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
 FLASH_3_FP8, CUDNN_FP8 = "FlashAttention-3 FP8", "cuDNN FP8"
-#: What follows the name of a library whose codes are made beforehand, or by torch.
+#: Suffixes of libraries whose codes are made beforehand, or by torch.
 GIVEN, BY_TORCH = ", codes given", ", cast by torch"
 #: Largest finite e4m3: the code of P = 1, and of the largest of a tensor.
 E4M3_MAX = P_CODE_ONE["e4m3"]

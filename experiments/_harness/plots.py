@@ -28,7 +28,7 @@ BACKWARD_LINES = {
     CUDNN: LINES[CUDNN],
     FLASH_2: LINES[FLASH_2],
 }
-#: Of text and axes.
+#: Colour of text and axes.
 TEXT = "#7A7A7A"
 
 

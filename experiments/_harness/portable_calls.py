@@ -16,7 +16,7 @@ from cupyattn.ops.attention import resolved
 from cupyattn.quant import QuantConfig
 from experiments._harness import recording
 
-#: Of the section.
+#: Title of the section.
 TITLE = "What leaves the Hopper forms"
 
 

@@ -21,7 +21,7 @@ from cupyattn.interop.torch.epilogues import FUNCTIONS
 from cupyattn.interop.torch.linear import Int8Linear, dequantised
 from cupyattn.quant.activation import ACTIVATION_SLOPE
 
-#: How often a result of one type is rounded at most where an adapter adds to a layer's result.
+#: Largest number of roundings to one type if an adapter adds to a layer's result.
 _ROUNDINGS = 8
 
 

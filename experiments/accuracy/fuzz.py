@@ -51,7 +51,7 @@ POOLS = {"mirror": 2000, "interpret": 40, "cuda": 96}
 BATCH = 100
 #: Seconds without an answer after which a child is ended.
 PATIENCE = 240.0
-#: What settles the cases of a run, and must be the same where a run goes on.
+#: Settings that determine the cases of a run, and must be the same when it is resumed.
 SETTINGS = ("backend", "seed", "calls", "others", "start", "pool", "batch")
 
 

@@ -38,12 +38,12 @@ from experiments._harness import patches, recording
 ROOT = recording.ROOT
 #: Folders of patches.
 FOLDERS = ("tests/faults", "experiments/accuracy/planted")
-#: What ``SIZE`` is in planted faults.
+#: Value of ``SIZE`` in planted faults.
 SIZE = "0.0625f"
 #: Seconds for the tests of one patch.
 TIMEOUT = 600
-#: What runs in pytest. Without NOTICED_PATCHES it writes a line for each test: its name, its CPU
-#: seconds and the kernel files that it reaches. Otherwise it collects the tests once. For each
+#: Plugin that runs in pytest. Without NOTICED_PATCHES it writes a line for each test: its name, its
+#: CPU seconds and the kernel files that it reaches. Otherwise it collects the tests once. For each
 #: patch it runs the patch's tests in a child with the patch in place, until one fails.
 PLUGIN = '''
 import json, os, signal, time

@@ -44,7 +44,7 @@ DEFAULT, FULL, RECORDED = "default", "fa_tc, 16 bits", "text encoder"
 #: The kind of these two, which are no choices.
 ENDS = "default, fa_tc"
 LAYER = 5
-#: What was recorded of the transformer.
+#: Recording of the transformer: name, layer and number of steps.
 TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_STEPS = "diffusion transformer", 4, 50
 #: The architecture whose form rescales at every rise of the maximum, and whose lets it lag.
 RESCALED = {"rescaled at every rise": "sm_90", "rescaled past a margin": "sm_90a"}

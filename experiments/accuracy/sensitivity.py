@@ -65,9 +65,9 @@ SHAPE, INTERPRETED_SHAPE = (2, 256, 64), (1, 80, 32)
 TRIALS = {"mirror": 6, "interpret": 2, "cuda": 20}
 #: A fault counts as seen where this share of the trials see it.
 SEEN = 0.95
-#: What settles a run, and must be the same where it goes on.
+#: Settings that determine a run, and must be the same when it is resumed.
 SETTINGS = ("backend", "seed", "trials", "forms", "planted")
-#: How names of forms with signed values end.
+#: Suffix of forms with signed values.
 SIGNED = ", signed"
 #: Columns of a record, and how pages call them.
 KINDS = (("in_o", "Seen in O"), ("in_o_or_lse", "Seen in O or lse"))

@@ -55,7 +55,7 @@ HEADER = ["", "pass", "of native", f"{STEPS} steps", "of native", "weights", "pe
 NATIVE, COMPILED = "native", ", compiled"
 COMPILED_HEADER = [*HEADER[:2], f"of {NATIVE}{COMPILED}", HEADER[3], f"of {NATIVE}{COMPILED}",
                    "first call", *HEADER[5:]]  # fmt: skip
-#: Of `Int8Config`, for linear layers: a scale for each row and each column.
+#: Strategy of `Int8Config` for linear layers: a scale for each row and each column.
 STRATEGY = "channel"
 #: Replacements: the policy of attention, and whether linear layers are INT8.
 REPLACED: dict[str, tuple[str | None, bool]] = {
@@ -78,7 +78,7 @@ WAYS = {
     for compiled in (False, True)
     for name, (policy, linear) in REPLACED.items()
 }
-#: Of ``torch.compile``.
+#: Modes of ``torch.compile``.
 MODES = ("default", "reduce-overhead", "max-autotune")
 
 

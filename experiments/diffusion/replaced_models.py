@@ -48,14 +48,14 @@ from experiments.diffusion.diffusers_blocks import libraries
 
 NAME = "replaced_models"
 FAMILIES = ("flux", "wan", "sd3", "kandinsky")
-#: How often a step is drawn, and at most how many there are in a sequence.
+#: Weights with which steps are drawn, and the largest number of steps of a sequence.
 WEIGHTS = {
     "run": 5, "load": 5, "swap": 4, "merge": 3, "unmerge": 2, "unload": 2, "save_adapter": 1,
     "replace": 6, "attention": 1, "restore": 3, "cast": 2, "layerwise": 0.4, "offload": 3,
     "onload": 4, "fuse": 2, "unfuse": 2, "save": 2, "compiled": 0.2,
 }  # fmt: skip
 STEPS = 18
-#: What may be refused, by the step that is refused. All other exceptions are failures.
+#: Allowed refusals, by the refused step. All other exceptions are failures.
 REFUSALS = {
     "replace": (
         "replace first, then offload", "replace first, then cast", "is replaced already",

@@ -38,7 +38,7 @@ EVERY = 7
 #: Heads and length.
 Size = tuple[int, int]
 MODELS = ("raw", "scaled")
-#: What was recorded of a transformer, at its own schedule; scales are of the steps that are judged.
+#: Recordings of a transformer on its schedule. Scales are of the judged steps.
 TRANSFORMER, TRANSFORMER_LAYER, TRANSFORMER_BINS = "diffusion transformer", 1, 3
 #: Colour of each source of scales.
 ARMS = {

@@ -40,7 +40,7 @@ NATIVE, OURS, BOTH, TORCHAO, TUNED = (
     "torchao's, tuned",
 )  # fmt: skip
 WAYS = (NATIVE, OURS, BOTH, TORCHAO, TUNED)
-#: What torchao would set for the process (``set_inductor_config``), given to its model alone.
+#: Options that torchao would set for the process (``set_inductor_config``), for its model alone.
 TUNING = {
     "coordinate_descent_tuning": True,
     "coordinate_descent_check_all_directions": True,

@@ -51,7 +51,7 @@ NAME = "whole_models"
 BEGIN, END = "<!-- whole: begin -->", "<!-- whole: end -->"
 NATIVE, FP8, FP8_OURS = "native", "FP8 layers", "FP8 layers, attention in 16 bits"
 FULL, BALANCED, AGGRESSIVE = "INT8 layers, full", "INT8 layers, balanced", "INT8 layers, aggressive"
-#: What linear layers are, and the policy of attention, None for the model's own.
+#: Type of linear layers, and the policy of attention; None for the native ones.
 WAYS: dict[str, tuple[str | None, str | None]] = {
     NATIVE: (None, None),
     FP8: ("fp8", None),
@@ -63,7 +63,7 @@ WAYS: dict[str, tuple[str | None, str | None]] = {
 CELLS = ("replace", "errors", "first", "passes", "graphs", "host", "steps")
 WARM = "warm"
 STEPS, HOST_PASSES = 10, 15
-#: What a first table of docs/INTEROP.md has of each way.
+#: Columns of the first table of docs/INTEROP.md.
 HEADER = [
     "", "pass", "of native", "of FP8, 16 bits", "as a CUDA graph", "of native", f"{STEPS} steps",
     "of native", "device busy", "host", "weights", "peak", "first call", "to float32",

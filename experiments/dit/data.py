@@ -21,7 +21,7 @@ from experiments._harness import recording
 
 FOLDER = recording.ROOT / "experiments" / "data" / "photographs"
 FILE = FOLDER / "photographs.npz"
-#: Where each photograph is from, and which rows and columns of it are kept.
+#: Source of each photograph, and its kept rows and columns.
 SOURCES = {
     "brick": ("skimage", "data/brick.png", (512, 512)),
     "grass": ("skimage", "data/grass.png", (512, 512)),
@@ -32,7 +32,7 @@ SOURCES = {
     "china": ("sklearn", "datasets/images/china.jpg", (427, 640)),
     "flower": ("sklearn", "datasets/images/flower.jpg", (427, 640)),
 }
-#: What a photograph is called by its number, which the model is told.
+#: Names of photographs by number, the label of the model.
 NAMES = tuple(SOURCES)
 UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]

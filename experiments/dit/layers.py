@@ -19,7 +19,7 @@ from cupyattn.arrays.kinds import array_namespace
 Array = Any
 Saved = Any
 
-#: Of the mean square, in both kinds of norm.
+#: Addend of the mean square, in both kinds of norm.
 EPS = 1e-6
 _ROOT, _CUBE = math.sqrt(2 / math.pi), 0.044715
 

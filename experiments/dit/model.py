@@ -25,7 +25,7 @@ Array = Any
 
 #: Shift, scale and gate of attention and of the MLP.
 _MODULATIONS = 6
-#: Of the sinusoids that stand for noise levels, and of RoPE.
+#: Periods of the sinusoids that encode noise levels, and of RoPE.
 _LONGEST_PERIOD, _LONGEST_TURN, _LEVELS = 10_000.0, 100.0, 1000.0
 
 

@@ -11,7 +11,7 @@ from experiments.dit.model import Model
 from experiments.dit.parameters import Parameters
 from experiments.dit.sampler import sample
 
-#: What others are compared with, and what that is held to.
+#: Mode with which others are compared, and the reference of this mode.
 FULL, REFERENCE = "16-bit", "32-bit"
 UNIFORM, BY_STEP = "INT8, one static scale", "INT8, static by timestep"
 DYNAMIC, LATE, POLICY = "INT8, dynamic", "INT8, late steps in 16 bits", "INT8, adaptive policy"

@@ -40,7 +40,7 @@ from experiments.dit.train import WEIGHTS, loaded
 REAL, DISTANCE_RESAMPLES = 4096, 200
 #: Images of each mode that the grid shows: one for each photograph.
 SHOWN = len(data.NAMES)
-#: Of the network of features where it is tiny.
+#: Stages of the network of features in a quick run.
 QUICK_STAGES = features.Stages(size=8, stages=((4, 8), (2, 6)))
 Array = Any
 

@@ -19,7 +19,7 @@ DOCS = recording.ROOT / "docs"
 PAGE, GRID, CURVES = (
     DOCS / name for name in ("QUALITY.md", "quality_grid.png", "quality_curves.svg")
 )
-#: What the founding notes claim to lose in fine-tuning at most.
+#: Largest loss in fine-tuning, as the founding notes claim.
 CLAIMED_LOSS = 0.005
 #: Share of the FID that they claim INT8 linear layers to add at most.
 CLAIMED_FID = 0.005

@@ -39,7 +39,7 @@ from cupyattn.measure import device, nvml, timing
 from experiments._harness import library_candidates as candidates
 from experiments._harness import recording
 
-#: What a library is installed as.
+#: Distributions that install the libraries.
 DISTRIBUTIONS = ("nvidia-ml-py", "cuda-bindings", "jax", "nccl4py", "cuda-core", "cupy-cuda13x")
 _KERNEL = 'extern "C" __global__ void add(float* x) { x[threadIdx.x] += 1.0f; }'
 _COMPILED = f".compile({_KERNEL!r}, 'add.cu', ['-arch=sm_90'])"

@@ -1,5 +1,4 @@
-"""Does a call keep its speed from a thousand tokens to a million, and its memory within the stated
-bytes?
+"""Does a call keep its speed up to a million tokens, and its memory to the stated bytes?
 
 Varies       length, from 1,024 to 1,048,576; fa_tc and fa_int8, torch's cuDNN beside where it is
              there

@@ -57,7 +57,7 @@ CELLS = (
     *(f"96:{length}" for length in (512, 1024, 2048)),
     "64:4096x77", "128:4096x77",
 )  # fmt: skip
-#: What errors are compared on.
+#: Distributions on which errors are compared.
 DISTRIBUTIONS = ("normal", "outlier", "key-bias", "value-bias", "tripled")
 ACCURACY_LENGTHS = (4096, 16_384)
 FULL, BALANCED, AGGRESSIVE = "fa_tc", "fa_int8 balanced", "fa_int8 aggressive"
@@ -71,11 +71,11 @@ QUANT = {
 #: Problems of fewer operations are timed in CUDA graphs: done within 2 ms, sooner than some
 #: library's Python.
 GRAPH_OPERATIONS = 1e12
-#: With quantising.
+#: Rivals whose times include quantising.
 PEERS = (
     SAGE, SAGE_2, FLASH_3_FP8, CUDNN_FP8, f"{FLASH_3_FP8}{BY_TORCH}", f"{CUDNN_FP8}{BY_TORCH}",
 )  # fmt: skip
-#: What is compared: a name for the ratio, whose time is divided, by whose.
+#: Comparisons: the name of a ratio, the names of its numerators, and of its denominator.
 COMPARISONS = {
     "balanced / 8-bit": (PEERS, BALANCED),
     "balanced / fa_tc": ((FULL,), BALANCED),

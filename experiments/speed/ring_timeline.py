@@ -120,7 +120,7 @@ class HostTimeline(Timeline):
         return float(end - begin)
 
 
-#: Of the rank that a thread is, while its call is marked.
+#: Marks of this thread's rank, while its call is marked.
 _marked = threading.local()
 
 

@@ -39,12 +39,12 @@ from cupyattn.measure.words import format_bytes, format_ratio, format_seconds, f
 from cupyattn.problem.checks import AttentionSpec
 from experiments._harness import recording
 
-#: Of strong scaling; the first alone in a quick run.
+#: Lengths of strong scaling; the first alone in a quick run.
 LENGTHS = (32768, 131072, 1048576)
-#: Past this a problem is measured on the most devices alone: one would take minutes.
+#: Length past which only the largest number of devices is measured: one device would take minutes.
 ALONE = 2**18
 HEADS, HEAD_DIM, WEAK_HEADS, WEAK_LENGTH = 32, 128, 16, 4096
-#: What judges a cell: so many rows a rank, in heads that do not divide.
+#: Size of the judged cell: rows per rank, and heads that ranks do not divide.
 JUDGED_ROWS, JUDGED_HEADS = 96, (6, 2)
 #: Devices that the model is asked for.
 PREDICTED = (8, 64, 512)

@@ -58,7 +58,7 @@ PLAIN, PADDING, LENGTHS, MASK, BIAS, OWN_BIAS, SOFTCAP = FEATURES = (
 WITH_FLASH_4 = "scores_h100"
 #: Features that admit a share of the keys alone.
 PADDED = (PADDING, LENGTHS)
-#: What pages call libraries.
+#: Names of libraries on pages.
 LIBRARIES = {
     "cuDNN": "cuDNN", "efficient": "torch's memory-efficient attention",
     "FlexAttention": "compiled FlexAttention", FLASH_4: FLASH_4,

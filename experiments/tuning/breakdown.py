@@ -38,7 +38,7 @@ from experiments.tuning import race
 
 FOLDER = Path(__file__).parent / "left_out"
 PARTS = ("scores", "softmax", "output")
-#: What a table calls them.
+#: Names of the parts in the table.
 NAMES = {"scores": "Q K^T", "softmax": "softmax", "output": "P V"}
 #: Every set of parts that may be left out, none first.
 LEFT_OUT = tuple(

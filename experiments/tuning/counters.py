@@ -41,7 +41,7 @@ WAYS = (
     ("fa_tc", "sm_90a"), ("fa_int8", "sm_90"), ("fa_int8", "sm_90a"),
 )  # fmt: skip
 HEADS, HEAD_DIM, LENGTH, INTERPRETED_LENGTH = 16, 128, 4096, 128
-#: What a kernel before each call is named, so that the kernels after it are known to be the call's.
+#: Name of a kernel before each call, which marks the kernels after it as the call's.
 MARK = "next_cell"
 PASSES = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 CONFLICTS = (

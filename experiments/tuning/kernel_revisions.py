@@ -38,7 +38,7 @@ from experiments.tuning.same_ptx import digest
 ARCH = "sm_90a"
 #: The share of the old speed that a call must keep.
 LEAST = 0.99
-#: What runs on a problem: a rung, and how it quantises.
+#: Calls of a problem: a rung, and its quantisation.
 RUNGS: dict[str, dict[str, Any]] = {
     peers_int8.FULL: {"variant": "fa_tc"},
     **{name: {"variant": "fa_int8", "quant": quant} for name, quant in peers_int8.QUANT.items()},

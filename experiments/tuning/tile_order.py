@@ -30,13 +30,13 @@ SHAPES = (
 )  # fmt: skip
 #: Bytes of K and V for an element of a row: float16 both; codes and float16.
 BYTES = {"fa_tc": 4, "fa_int8": 3}
-#: How many heads a group has at most: as many as have their K and V in so many MB. The last has
-#: the rest, or sizes differ by one.
+#: Orders by groups of heads. A group has at most as many heads as have their K and V in so many MB.
+#: The last has the rest, or sizes differ by one.
 ORDERS = {
     "16 MB, the rest last": (16, False), "32 MB, alike": (32, True), "16 MB, alike": (16, True),
     "8 MB, alike": (8, True), "head by head": (0, True),
 }  # fmt: skip
-#: What a tile costs beside its steps.
+#: Cost of a tile beside its steps, in steps.
 OVERHEAD = 1.5
 
 

@@ -65,7 +65,7 @@ constexpr int TASKS = ceil_div(SPAN, LANES);  // words of a lane
 constexpr bool AFFINE = WEIGHTED || MODULATED;
 // g and h take the signs of a rotation if no activation lies between.
 constexpr bool SIGNS_IN_AFFINE = ROTATED && AFFINE && ACTIVATION == Activation::NONE;
-// g and h wait in shared memory, where it has room for them, and leave registers to more blocks.
+// g and h are in shared memory, if it has room for them, and leave registers to more blocks.
 constexpr bool AFFINE_IN_SHARED = AFFINE && NUM_THREADS <= 256;
 constexpr int WIDE = 4;                    // numbers of an access to shared memory
 constexpr int RUN_PARTS = 2 * RUN / WIDE;  // accesses to g and h of a run

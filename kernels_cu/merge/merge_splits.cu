@@ -1,4 +1,4 @@
-// merge_splits -- brings together what parts of the keys came to (forms/split/attn_fa_tc.cu).
+// merge_splits -- merges partial results over disjoint keys (forms/split/attn_fa_tc.cu).
 //
 // A part has its own maximum M, sum l and output O; times 2^(M - the largest M) they may be added.
 // Enough warps share a query row that each has few parts, and a block takes as many rows as its

@@ -46,7 +46,7 @@ constexpr bool IN_TURN = HEAD_DIM > 64;  // at the exponentials, as timed
 constexpr bool PIECES = !UNEVEN;         // tiles are alike: tiles of the last wave may be cut
 constexpr int WATCH_STEPS = 6;           // steps between two checks of l for overflow
 
-// O leaves through shared memory where there is room for it.
+// O leaves through shared memory if there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT &&
     INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 220 * 1024;

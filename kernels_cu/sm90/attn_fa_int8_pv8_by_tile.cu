@@ -43,7 +43,7 @@
 constexpr int SUM_COLS = 32;             // of those, whose sums are in registers at once
 constexpr bool IN_TURN = HEAD_DIM > 64;  // at the exponentials
 
-// O leaves through shared memory where there is room for it.
+// O leaves through shared memory if there is room for it.
 constexpr bool O_STAGED =
     ELEM_IS_16_BIT &&
     INPUT_BYTES + NUM_STAGES * SCORE_STAGE_BYTES + BLOCK_Q * STORE_BOXES * BOX_BYTES <= 208 * 1024;

@@ -1,9 +1,9 @@
 """A quick test costs little: one that takes too much CPU time fails, by its name.
 
 The clock counts CPU seconds of this process and of the children that it waited for, so that other
-work on the machine hardly matters. Compiling kernels does not count: a cache keeps them. What takes
-long only once in a process (importing a framework, fixtures of a module) does not count either,
-since `make test` runs a test that fails with `OverBudget` twice more before it is reported.
+work on the machine hardly matters. Compiling kernels does not count: a cache keeps them. One-time
+work of a process (importing a framework, fixtures of a module) does not count either: `make test`
+runs a test that fails with `OverBudget` twice more before it is reported.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Budget:
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         """Begin to tell compiling apart."""
         Nvrtc.compile = self._apart(self._compile)  # type: ignore[method-assign]
-        # NOTE: pytest-rerunfailures asks its server twice for each test of a worker, and a second
-        # small packet waits 40 ms for the first to be acknowledged: a third of the whole run.
+        # NOTE: pytest-rerunfailures asks its server twice for each test of a worker. A second small
+        # packet waits 40 ms for the first to be acknowledged, a third of the whole run.
         connection = getattr(getattr(session.config, "failures_db", None), "sock", None)
         if connection is not None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

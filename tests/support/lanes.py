@@ -1,5 +1,5 @@
-"""How many lanes a test of one instruction draws, and from where: Hypothesis draws one number at a
-time, which takes longer than all that is done with it."""
+"""Random lanes of tests of one instruction. Hypothesis draws one number at a time, which takes
+longer than the test itself."""
 
 from __future__ import annotations
 

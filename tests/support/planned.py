@@ -1,4 +1,4 @@
-"""Plans of attention by hand: settled and planned from where the operands lie."""
+"""Plans of attention by hand: settled and planned from descriptions of operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plan_attention(
 ) -> Plan:
     """Plan a rung on q, k, v and o; `added` describes mask, bias and kept blocks by name.
 
-    The options are those of `settle`.
+    The options are as for `settle`.
     """
     operands = Operands(*lie, **(added or {}))
     kernel = settle(variant, call, operands, **options)
@@ -30,7 +30,7 @@ def plan_attention(
 def plan_int8(
     call: AttentionSpec, operands: Operands, codes: Codes, scales: Scales, **options: Any
 ) -> Plan:
-    """The same of quantised operands."""
+    """The same for quantised operands."""
     kernel = settle(lookup("fa_int8"), call, operands, codes=codes, **options)
     check_kernel(kernel, operands)
     return attention_int8.plan_int8(kernel, operands, scales)

@@ -1,4 +1,4 @@
-"""What tests of whole calls share, on a device and in the interpreter: problems, runs, judgements,
+"""Shared by tests of whole calls, on a device and in the interpreter: problems, runs, judgements,
 and buffers with guards around them."""
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from experiments._harness.few_blocks import hopper_blocks as hopper_blocks
 from tests.support.planned import plan_attention, plan_int8
 
 #: Every rung in every form that takes any call: ``"fa_tc"`` is the portable form, ``"fa_tc@sm90"``
-#: the Hopper form, ``"fa_int8@pv8"`` that with P and V in 8 bits. Lengths alone ask for the split
-#: form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/kernels/test_fused.py),
+#: the Hopper form, ``"fa_int8@pv8"`` the form with P and V in 8 bits. Lengths alone ask for the
+#: split form; ``"fa_int8@fused"`` has the bits of fa_int8 (tests/kernels/test_fused.py),
 #: ``"fa_int8@sm90_pv8"`` has tests/hopper/test_hopper_pv8.py, ``"fa_int8@sm90_pv8_by_tile"``
 #: tests/hopper/test_hopper_by_tile.py, and ``"fa_int8@sm90_fp8"`` tests/hopper/test_hopper_fp8.py.
 RUNGS = [
@@ -48,8 +48,8 @@ def variant_of(rung: str) -> Variant:
     return lookup(rung.partition("@")[0])
 
 
-#: What default tiles may spill all the same, in bytes by rung, dtype and head_dim: an address or
-#: two, read once a step. The most under NVRTC 13.0 and 13.5.
+#: Spills that default tiles may have, in bytes by rung, dtype and head_dim: an address or two, read
+#: once a step. The largest under NVRTC 13.0 and 13.5.
 SPILLED = {
     ("fa_int8@pv8", dtype, head_dim): spilled
     for dtype in ("float16", "bfloat16", "float32")
@@ -62,37 +62,38 @@ SPILLED = {
     ("fa_int8@pv8", "float32", 64): 8,
     ("fa_int8@pv8", "float32", 256): 8,
 }
-#: The same by rung and head_dim, with a scale for every two rows and 16 keys, as a stack frame:
-#: what steps of the Hopper form need that are weighted again, those at the end of a row of keys.
+#: The same by rung and head_dim, with a scale for every two rows and 16 keys, as a stack frame. The
+#: Hopper form needs it for steps that are weighted again at the end of a row of keys.
 SPILLED_FINE = {("fa_int8@sm90", 64): 224, ("fa_int8@pv8", 64): 16}
-#: The same where sequences are packed.
+#: The same for packed sequences.
 SPILLED_PACKED = {("fa_int8@pv8", 64): 4, ("fa_int8@pv8", 128): 28}
-#: The same where entries are padded. The form of P and V in 8 bits without Hopper has no register
-#: left at head_dim 128.
+#: The same for padded entries. The form of P and V in 8 bits without Hopper has no register left at
+#: head_dim 128.
 SPILLED_PADDED = SPILLED_PACKED | {("fa_int8@pv8_whole", 128): 128}
-#: The same of the split form with more than 16 rows: one number, stored before the loop and loaded
+#: The same for the split form with more than 16 rows: one number, stored before the loop and loaded
 #: after it.
 SPILLED_SPLIT = 4
 
 #: Every rung with every storage type that it takes.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in variant_of(rung).dtypes]
 
-#: Rungs that take a score in a thread: the interpreter is several times as long at these.
+#: Rungs with one score per thread: they take the interpreter several times as long.
 SCALAR = ("unfused", "fa", "fa_warps")
 
 
 def in_turn(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
-    """Return rungs as parameters of a test in the interpreter: two of the scalar ones are slow.
+    """Return rungs as parameters of a test in the interpreter: two scalar rungs are marked slow.
 
-    Which one is not, `turn` says. All of them meet all features in tests/kernels/test_cross.py.
+    `turn` selects the third, which is quick. tests/kernels/test_cross.py crosses all with all
+    features.
     """
     late = {rung for number, rung in enumerate(SCALAR) if number != turn % 3}
     return [pytest.param(rung, marks=[pytest.mark.slow] if rung in late else []) for rung in rungs]
 
 
 def cells_in_turn(turn: int, cells: Sequence[tuple[str, str]] = CELLS) -> list[Any]:
-    """Return cells as parameters of a test in the interpreter: all but those of float16 are slow,
-    of the scalar rungs two, as in `in_turn`, and the form of tests/quant/test_pv8_whole.py."""
+    """Return cells as parameters of a test in the interpreter. Slow are cells of other types than
+    float16, two scalar rungs as in `in_turn`, and the form of tests/quant/test_pv8_whole.py."""
     rungs = dict.fromkeys(rung for rung, _ in cells)
     late = {one.values[0] for one in in_turn(turn, tuple(rungs)) if one.marks}
     late.add("fa_int8@pv8_whole")
@@ -112,14 +113,14 @@ def on_both(turn: int, rungs: Sequence[str] = tuple(VARIANTS)) -> list[Any]:
     return [*((rung, "mirror") for rung in rungs), *interpreted]
 
 
-#: Rungs whose operands are the caller's own.
+#: Rungs whose operands are the caller's arrays.
 PLAIN = [rung for rung in RUNGS if variant_of(rung).family != "int8"]
 #: Elements of NaN on either side of a guarded array.
 GUARD = 512
 
 #: Options that are arrays.
 ADDED = ("mask", "bias")
-#: Of backward passes: an array, and whether a bias has a gradient.
+#: Options of backward passes: an array, and whether a bias has a gradient.
 D_LSE, GRAD_BIAS = "d_lse", "grad_bias"
 
 Arrays = tuple[Any, Any, Any]
@@ -139,8 +140,8 @@ def normal(
 def revealing(
     batch: int, heads_kv: int, lengths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Arrays, dict[str, Any]]]:
-    """Yield operands and options that bring mistakes to light: tails, several tiles, grouped heads,
-    rising maxima, offsets in K, scores around 0 and far below, windows, softcap, mask and bias."""
+    """Yield operands and options that reveal mistakes: tails, several tiles, grouped heads, rising
+    maxima, offsets in K, scores around 0 and far below. Windows, softcap, mask and bias."""
     for causal in (True, False):
         for seed, (len_q, len_kv) in enumerate(lengths):
             kv = (batch, heads_kv, len_kv, 64)
@@ -189,7 +190,7 @@ def revealing_stacks() -> Iterator[tuple[Arrays, dict[str, Any]]]:
         yield normal((1, heads, len_q, 64), (1, 1, len_kv, 64)), {"causal": True}
 
 
-#: What reveals mistakes in forms for which `revealing` has no calls.
+#: Problems that reveal mistakes in forms for which `revealing` has no calls.
 REVEALING = {"split": revealing_splits, "sm90": revealing_stacks}
 
 
@@ -225,7 +226,7 @@ class Guarded:
         return cls(buffer, buffer[GUARD : GUARD + count].reshape(shape))
 
     def check(self) -> None:
-        """Raise unless both guards are as they were and the array has been written in full."""
+        """Raise unless both guards are unchanged and the array has been written in full."""
         buffer = on_host(self.buffer)
         before = np.full(GUARD, np.nan, buffer.dtype).tobytes()
         assert buffer[:GUARD].tobytes() == before, "written before the array"
@@ -234,7 +235,7 @@ class Guarded:
 
 
 def revealing_zero_points(rung: str) -> Iterator[tuple[Arrays, dict[str, Any]]]:
-    """Yield problems for zero points, which differ from group to group, and what they bring."""
+    """Yield problems for zero points, which differ between groups."""
     q, k, v = normal((1, 4, 35, 64), (1, 2, 150, 64))
     rising = np.linspace(-3, 3, 150, dtype=np.float16)[:, None]
     sides = np.float16([1, -1]).repeat(32)  # so that no key outweighs all others
@@ -254,7 +255,7 @@ def run_plan(backend: str, plan: Any, buffers: Mapping[str, Any], arch: str | No
 
 
 def asked_for(rung: str) -> dict[str, Any]:
-    """Options of `attention` that choose the rung that is named, but for the architecture."""
+    """Options of `attention` that choose the named rung, except the architecture."""
     chosen: dict[str, Any] = {"variant": variant_of(rung).name}
     if rung.endswith(("@pv8", "@sm90_pv8_by_tile")):
         chosen["quant"] = QuantConfig(pv="int8")
@@ -272,7 +273,7 @@ def asked_for(rung: str) -> dict[str, Any]:
 
 
 def attend(rung: str, *operands: Any, **options: Any) -> Any:
-    """Call `attention` with the rung that is named."""
+    """Call `attention` with the named rung."""
     chosen = {**asked_for(rung), **options}
     if isinstance(operands[0], QuantizedQKV):
         chosen.pop("quant", None)
@@ -280,7 +281,7 @@ def attend(rung: str, *operands: Any, **options: Any) -> Any:
 
 
 def plan_taken(rung: str, inputs: Arrays, **options: Any) -> Any:
-    """Return the plan that these arrays get: the Hopper form does not take all of them."""
+    """Return the plan for these arrays, as the Hopper form does not take all of them."""
     asked = dict(**{**asked_for(rung), **options})
     return explain.plans(resolved(*inputs, **asked))[-1]
 
@@ -301,7 +302,7 @@ class Run:
     quantized: QuantizedQKV | None
     o: Any
     lse: Any
-    tiles: Tiles | None = None  # with those of the call the judge predicts codes of P
+    tiles: Tiles | None = None  # with the call's tiles the judge predicts codes of P
 
     def judge(self, *, host: bool = True) -> verdict.Report:
         """J2, and J3 where the operands were quantised; on the host unless told otherwise."""
@@ -309,7 +310,7 @@ class Run:
         z = self.quantized if self.quantized is None or not host else host_copy(self.quantized)
         q, k, v = map(move, self.inputs)
         options = {n: move(a) if n in ADDED else a for n, a in self.options.items()}
-        options.pop("quant", None)  # what it came to is in `quantized`
+        options.pop("quant", None)  # `quantized` has its result
         if (kept := options.get("block_mask")) is not None:
             options["block_mask"] = BlockMask(move(kept.mask), *kept.blocks)
         for name in ("rope", "qk_norm"):
@@ -355,9 +356,9 @@ def quantized(
 def quantiser(backend: str | None) -> str | None:
     """Return the backend that makes the codes of a call of another kernel.
 
-    In place of the interpreter it is the mirror, which needs no module: the bits are the same
-    (tests/quant/test_quantize_interpret.py, tests/interpret/test_interpret_attention.py), but for
-    those of means, which are summed in another order.
+    The mirror replaces the interpreter, because it needs no module. Its bits are the same
+    (tests/quant/test_quantize_interpret.py, tests/interpret/test_interpret_attention.py), except
+    means, which are summed in another order.
     """
     return "mirror" if backend == "interpret" else backend
 
@@ -407,7 +408,7 @@ def sequences(inputs: Arrays, ends: Any) -> Iterator[tuple[slice, Arrays]]:
 
 
 def of_sequence(options: dict[str, Any], number: int, one: Arrays) -> dict[str, Any]:
-    """Return the options of one packed sequence: what is of its entry, cut to its lengths."""
+    """Return the options of one packed sequence: the parts of its entry, cut to its lengths."""
     len_q, len_kv = one[0].shape[2], one[1].shape[2]
     corner = slice(number, number + 1), slice(None), slice(len_q), slice(len_kv)
     found = dict(options)
@@ -431,7 +432,7 @@ def run_packed(
     backend: str | None = None,
     **options: Any,
 ) -> list[Run]:
-    """Call `attention_varlen`; return what came of every sequence that has rows."""
+    """Call `attention_varlen`; return the results of every sequence that has rows."""
     asked = {**asked_for(rung), "arch": arch, "backend": backend, **options}
     o, lse = attention_varlen(*inputs, *ends, return_lse=True, **asked)
     o = o.swapaxes(0, 1)[None]

@@ -1,4 +1,4 @@
-// gemm_block.cuh -- what the Hopper forms of the INT8 matrix products share. Of a block one
+// gemm_block.cuh -- shared by the Hopper forms of the INT8 matrix products. Of a block one
 // warpgroup copies slices, by a single thread; each of the others computes 64 rows of the tile.
 #pragma once
 

@@ -41,7 +41,7 @@ struct GemmParams {
   int32_t n;
   int32_t k;
   int32_t outliers;
-  int32_t alone;      // tiles that have a block of their own; not read unless TAIL_SPLITS > 1
+  int32_t alone;      // tiles that have a separate block; not read unless TAIL_SPLITS > 1
   int32_t gate_rows;  // of C, that share a row of gate
 };
 

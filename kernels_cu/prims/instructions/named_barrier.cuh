@@ -24,5 +24,5 @@ struct Turn {
   }
 
  private:
-  static constexpr int THREADS = 2 * 128;  // of the warpgroup that waits and the one that passes
+  static constexpr int THREADS = 2 * 128;  // of the waiting and of the passing warpgroup
 };

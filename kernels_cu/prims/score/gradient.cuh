@@ -30,7 +30,7 @@ padded_row(const AttnParams& call, const BackwardParams& grad, int64_t batch, in
   return (batch * call.heads + head) * grad.rows;
 }
 
-// M of a row: its log-sum-exp in the units of exponent(), where that is a number.
+// M of a row: its log-sum-exp in the units of exponent(), or +inf if that is -inf.
 __device__ __forceinline__ float row_maximum_from(float lse) {
   const float M = NATURAL_SCORES ? lse : lse * LOG2E;  // R9
   return lse == NEG_INF ? -NEG_INF : M;

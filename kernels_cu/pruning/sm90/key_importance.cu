@@ -130,7 +130,7 @@ struct KeySums {
 // The sums of a block's keys, [HEAD_DIM], added over its warps in rising order.
 __device__ __forceinline__ void store_key_sums(
     float* of_block, const float (&of_warp)[NUM_WARPS][SUM_TILES * 4][WARP_SIZE]) {
-  // The last warps first: warp 0 is the one that others wait for.
+  // The last warps first, because others wait for warp 0.
 #pragma unroll 1
   for (int i = NUM_WARPS - 1 - warp_id(); i < SUM_TILES * 4; i += NUM_WARPS) {
     float sum = 0.0f;

@@ -1,6 +1,6 @@
 // step_bits.cuh -- which keys of a step query rows attend to, in the Hopper forms of fa_int8. This
 // follows from their places and, without softcap and bias, from the bits of a mask. Such a mask
-// leaves numbers as they are, so the softmax of a plain kernel takes the integers of its steps. The
+// does not change numbers, so the softmax of a plain kernel takes the integers of its steps. The
 // softmax treats a mixed step like a step that is masked by place.
 #pragma once
 
