@@ -1,11 +1,12 @@
 """Choice of blocks, channels or rotation for a model whose configuration leaves it open.
 
-One rule for `convert`, `analyze`, ``replace_linear_with_int8`` and ``accelerate``. Scales of
-channels make faster products. They err more where a few channels of the activations are much larger
-than the others, which weights do not tell. So channels are taken where activations were looked at,
-or where a whole model of the family was measured with them; blocks otherwise. Activations
-foretell errors of each layer. It gets channels if these err little more than blocks. Else it gets
-channels of rotated rows, if these err little more, and blocks otherwise.
+One rule for `convert`, `analyze`, ``replace_linear_with_int8`` and ``accelerate``. Products with
+scales by channel are faster than with scales by block. Their error is larger if a few channels of
+the activations are much larger than the others, which weights do not show. So without activations
+a model gets channels only if a whole model of its family was measured with them, else blocks. With
+activations, the error of each layer is estimated. It gets channels if their error is little more
+than that of blocks, else channels of rotated rows if theirs is little more, else blocks.
+
 Outliers of a weight do not decide: a weight whose codes are noisy keeps 16 bits in either way.
 """
 

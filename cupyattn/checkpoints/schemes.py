@@ -303,8 +303,8 @@ def _pair(value: Any, what: str) -> tuple[int, int]:
 _CODES = ("weight", "weight_packed", "weight_codes")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _SHAPE, _ZEROS = "weight_shape", "weight_zero_point"
-#: Name of the tensor that marks a rotated weight (`cupyattn.quant.rotation.marker`), in files and in
-#: state dicts.
+#: Name of the tensor that marks a rotated weight (`cupyattn.quant.rotation.marker`), in files and
+#: in state dicts.
 ROTATION = "weight_rotation"
 #: Fields of the quantisation of activations, which a weight in 16 bits does not have.
 ACTIVATIONS = frozenset(
