@@ -93,8 +93,8 @@ def judge_backward(
     P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
     not at all in rows where the kernels do not use it.
 
-    With the `numerics` of another library the gradients are compared with those of exact attention,
-    and the bound includes what the library's forward pass rounds.
+    With the `numerics` of another library, the gradients are compared with the gradients of exact
+    attention. The bound includes the roundings of the library's forward pass.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ _WEIGHTS = ("dq_weight", "dk_weight")
 
 
 def _preparation(received: Sequence[Array], options: dict[str, Any]) -> Preparation | None:
-    """Take the options that prepare rows out of those of a call."""
+    """Remove the options that prepare rows from a call's options; return the preparation."""
     own = Settings().rows({}) | {n: options.pop(n) for n in OPTIONS if n in options}
     if own["qk_norm"] is None:
         if own["rope"] is not None:

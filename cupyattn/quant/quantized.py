@@ -427,15 +427,14 @@ class QuantizedQKV:
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
         if self.as_given is not as_it_is:
-            q, k, v = map(self.as_given, replace(self, as_given=as_it_is).dequantize(dtype))
+            q, k, v = map(self.as_given, self.with_facts(as_given=as_it_is).dequantize(dtype))
             return q, k, v
         if self.has_nibbles:
             return self.unpacked().dequantize(dtype)
         if self.cu_seqlens_q is not None:
             found = [one.dequantize(dtype) for one in self.sequences()]
-            found += [
-                tuple(x[..., :0, :].astype(dtype) for x in (self.q_codes, *[self.k_codes] * 2))
-            ]
+            none = (x[..., :0, :].astype(dtype) for x in (self.q_codes, *[self.k_codes] * 2))
+            found.append(tuple(none))
             join = array_namespace(self.q_codes).concatenate
             q, k, v = (join(x, axis=2)[0].swapaxes(0, 1) for x in zip(*found, strict=True))
             return q, k, v
@@ -461,10 +460,7 @@ class QuantizedQKV:
         return iter((self,)) if self.cu_seqlens_q is None else split(self)
 
     def value_codes(self) -> Array:
-        """Codes of V as numbers less their zero points: (batch, heads_kv, len_kv, head_dim).
-
-        float32, which holds them exactly.
-        """
+        """Codes of V less their zero points, (batch, heads_kv, len_kv, head_dim), float32, exact."""
         codes: Any = self.v_codes
         by_key = values_by_key(codes, self.len_kv).swapaxes(2, 3)
         numbers = numbers_of(by_key, self.config.p_type == "e4m3")
@@ -640,6 +636,5 @@ class QuantizedQKV:
         try:
             return cls(**quantized_file.read(path, namespace))
         except quantized_file.UNREADABLE as error:
-            raise ValueError(
-                f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
-            ) from error
+            what = f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
+            raise ValueError(what) from error

@@ -37,7 +37,7 @@ def judge_backward(
     sinks: Array | None = None,
     **options: Unpack[MaskedOptions],
 ) -> GradientReport:
-    """Compare gradients of another library with those of exact attention.
+    """Compare gradients of another library with the gradients of exact attention.
 
     The bound includes what the library's forward pass rounds, so neither O nor lse is needed.
 

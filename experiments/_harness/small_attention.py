@@ -187,7 +187,7 @@ def _not_finite(rung: Rung) -> str:
 
 
 def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
-    """Return the calls of one rung: those of all, and those that its kernels differ in."""
+    """Return the calls of one rung: calls that all rungs have, and calls for its own kernels."""
     variant, arch, dtype, quant = rung
     two: dict[str, Any] = {"heads": (2, 1)}
     plain, fewer = arrays(*LENGTHS, dtype, 0, **two), arrays(*FEWER, dtype, 0, batch=1)

@@ -216,7 +216,7 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     def is_changed(module: Module) -> bool:
         if module not in changed:
             fast = known.fast_code[module]
-            # What is the same program with few optimisations is so with all.
+            # Programs that are equal with few optimisations are equal with all.
             changed[module] = (has_line(module) or fast is None or fast_code(module) != fast) and (
                 machine_code(compiler.translate(*module).ptx) != known.code[module]
             )

@@ -45,7 +45,7 @@ from experiments.accuracy.mutation_score import Call, copied_sources, noticed, r
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 BEGIN, END = "<!-- static_verifier: begin -->", "<!-- static_verifier: end -->"
 NAME = "static_verifier"
-#: SentryWard: its schema, its verdict on a launch without races, and those that are a finding.
+#: SentryWard: its schema, its verdict on a launch without races, and its verdicts of a finding.
 SCHEMA, RACE_FREE = "spverify.kernel-input/v1", "race_free"
 FOUND = ("potential_race", "not_wellsynced", "invalid_lifecycle")
 #: Seconds and MiB for a verdict.
@@ -89,7 +89,7 @@ def calls() -> dict[str, Callable[[], str]]:
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch, with what it is compiled for and the bytes of its shared storage."""
+    """A launch, with its architecture and the bytes of its shared storage."""
 
     one: Launch
     arch: str

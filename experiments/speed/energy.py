@@ -4,10 +4,9 @@ Varies       every rung at head_dim 128 and length 4,096; fa_tc and fa_int8 at 1
              cuDNN and FlashAttention-2 beside, where they are there; the device at rest
 Holds fixed  16,384 tokens in all, 16 heads, float16, N(0, 1)
 Measures     J2; joules per call by NVML's counter, idle power included and taken off; watts;
-             GFLOP/s per watt; the SM clock in the middle of a window
-             With --backward instead the gradients at head_dim 64, 128 and 256 and at Wan's shapes:
-             both forms, torch's backends and FlashAttention-4 in turns, in the record
-             energy_backward.json
+             GFLOP/s per watt; the SM clock in the middle of a window;
+             --backward: the same of both forms of gradients, torch's backends and FlashAttention-4,
+             at head_dim 64, 128, 256 and Wan's shapes
 Run          python -m experiments.speed.energy [--quick] [--seconds 2] [--json FILE]
              [--backward] [--turns 3]
 

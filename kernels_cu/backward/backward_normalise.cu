@@ -1,11 +1,11 @@
-// backward_normalise -- gradients of rows of Q or K from those of the normalised rows, and of the
-// weights that they were multiplied by.
+// backward_normalise -- gradients of rows of Q or K, and of the weights of their norm, from the
+// gradients of the normalised rows.
 //
-// Idea         With x^ = x r, the row by its root mean square, and a = w dy, the gradient of x is
-//              r (a - x^ mean(a x^)), and that of w the sum over rows of dy x^. A block sums its
-//              rows; backward_weights.cu sums blocks in one order, so that no atomics are needed.
-// Differs from prepare/normalise.cu: a row has a second operand, which is first turned back by the
-//              same angles (ROPE; `sin` is negated), and sums stay in registers from row to row.
+// Idea         x^ = x r is the row divided by its root mean square, and a = w dy. The gradient of x
+//              is r (a - x^ mean(a x^)). The gradient of w is the sum over rows of dy x^. A block
+//              sums its rows; backward_weights.cu sums blocks in one order, without atomics.
+// Differs from prepare/normalise.cu: a row has a second operand, which is turned back first, by the
+//              same angles (ROPE; `sin` is negated). Sums stay in registers from row to row.
 // Kept simple  r is computed again from x, so that the forward pass stores nothing.
 // Rounding     R14 dy turned back, r, x^, a, their mean, difference, product, the operand's type;
 //              dy x^ and its sum over rows

@@ -1,7 +1,8 @@
 """Norms and modulation in front of layers of INT8 codes, as Inductor's graphs have them.
 
-The pass that makes codes of rows takes them over, in float32 throughout: ``LayerNorm`` or
-``RMSNorm`` of the last axis, its weight and bias, and ``y (1 + scale) + shift``.
+They become part of the pass that makes codes of rows, which computes them in float32. A norm is a
+``LayerNorm`` or ``RMSNorm`` of the last axis, with its weight and bias. Modulation is
+``y (1 + scale) + shift``.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_bits(
   }
 }
 
-// The bits of this lane, BLOCK_Q / 4 of `key` and then of key + 8: bit 2 n + i is that of query row
+// The bits of this lane, BLOCK_Q / 4 of `key` and then of key + 8. Bit 2 n + i belongs to query row
 // q0 + 8 n + 2 (lane % 4) + i.
 struct MaskBits {
   uint32_t words[BLOCK_Q / 64];
