@@ -325,8 +325,8 @@ def test_a_call_is_resolved_in_one_place() -> None:
     assert callers("resolve") == ["cupyattn.ops.operation"]
     # A prepared call is resolved when it is made; again where arrays have to be copied or their
     # values checked, or are not CuPy's.
-    # Gradients are of a forward pass, whose record theirs holds, as are sums over the keys of a rank,
-    # and layers are two operations. A judge asks which kernels a call may run, and ranks that agree
+    # Gradients, and sums over the keys of a rank, are of a forward pass, whose record theirs holds.
+    # Layers are two operations. A judge asks which kernels a call may run, and ranks that agree
     # whether there will be codes.
     # Inductor has shapes alone, and what they launch is compiled.
     ask = ("interop.torch.precompile", "ops.attention", "ops.backward", "ops.backward",

@@ -40,8 +40,8 @@ from cupyattn.kernels.numerics import (
 )
 from cupyattn.problem.checks import check_dtype, check_scale
 
-#: Stores in the type of the scores [L84]: of P, dP, Delta and a gradient, or of dS around the scale,
-#: the softcap and a bias.
+#: Stores in the type of the scores [L84]: of P, dP, Delta and a gradient. dS has as many, around
+#: the scale, the softcap and a bias.
 STORES_OF_SCORE = 4
 #: Terms of one sum that tensor cores add in one instruction.
 STEP = 16

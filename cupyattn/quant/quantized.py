@@ -460,7 +460,7 @@ class QuantizedQKV:
         return iter((self,)) if self.cu_seqlens_q is None else split(self)
 
     def value_codes(self) -> Array:
-        """Codes of V less their zero points, (batch, heads_kv, len_kv, head_dim), float32, exact."""
+        """Codes of V less their zero points, (batch, heads_kv, len_kv, head_dim), float32."""
         codes: Any = self.v_codes
         by_key = values_by_key(codes, self.len_kv).swapaxes(2, 3)
         numbers = numbers_of(by_key, self.config.p_type == "e4m3")
