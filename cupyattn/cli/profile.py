@@ -2,7 +2,7 @@
 times, and --runs times more; with --nvtx, each of these is in the NVTX range "cupyattn profile".
 Data are constant unless --random (normal), --distribution or --qkv says otherwise. A file is a .cu
 with the arguments of a rung, or any kernel with a description of its launch (`cupyattn docs
-your_kernel`): that one runs on the arrays of the description, and without a device the interpreter
+your_kernel`). The latter runs on the arrays of the description. Without a device the interpreter
 counts its instructions, bytes and bank conflicts. With --ncu,
 --sanitizer or --gdb, the command of one of NVIDIA's tools is printed and run; with --dry-run it is
 only printed, which needs no device."""

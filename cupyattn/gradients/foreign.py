@@ -1,8 +1,7 @@
-"""How far gradients of another library may be from the exact ones, by what it is said to round.
+"""How far gradients of another library may be from the exact ones, by its stated roundings.
 
-Nothing here knows its tiles or the order of its operations, nor whether it keeps P from the forward
-pass or makes it again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas under the
-tags [L83] to [L85].
+Nothing here knows its tiles or the order of its operations. P may be kept from the forward pass, or
+made again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas: [L83] to [L85].
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from cupyattn.kernels.numerics import (
 )
 from cupyattn.problem.checks import check_dtype, check_scale
 
-#: Stores of P, dP, Delta and a gradient in the type of the scores, and of dS, before and after the
-#: scale, the softcap and a bias [L84].
+#: Stores of dS in the type of the scores: before and after the scale, the softcap and a bias [L84].
 STORES_OF_SCORE = 4
 #: Terms of one sum that tensor cores add in one instruction.
 STEP = 16
@@ -59,7 +57,7 @@ class _Shared:
     d_lse: bool
 
     def stored(self, x: Array, times: int = 1) -> Array:
-        """What `times` stores of numbers up to x cost, where scores have 16 bits."""
+        """Return the error of `times` stores of numbers up to x, if scores have 16 bits."""
         if self.f.score_type == "float32":
             return array_namespace(x).zeros_like(x)
         unit, least = UNIT_ROUNDOFF[self.f.score_type], HALF_SUBNORMAL[self.f.score_type]
@@ -72,7 +70,7 @@ class _Shared:
         return STORES_OF_SCORE * sum(HALF_SUBNORMAL[t] for t in types) / min(self.sigma, 1.0)
 
     def operand(self, x: Array) -> Array:
-        """What it costs to round numbers up to x to the type of P, as operands of a product."""
+        """Return the error of rounding numbers up to x to the type of P, as operands."""
         unit, least = OPERANDS[self.n.p_type]
         found: Array = array_namespace(x).minimum(unit * x + least, x)
         return found
@@ -102,7 +100,7 @@ def backward_bound_foreign(
     grad_bias: bool = False,
     **options: Any,
 ) -> GradientBounds:
-    """Bound what gradients of another library are off those of exact attention [L83] to [L85].
+    """Bound the errors of another library's gradients of attention [L83] to [L85].
 
     Parameters
     ----------
@@ -203,8 +201,10 @@ def _finite(problem: BackwardProblem) -> Array:
 def _summed(
     size: Array, count: Array, shared: _Shared, dtype: str, bad: Array, heads: int
 ) -> Array:
-    """R12 [L85]: bound the sum of `count` terms, its scaling and stores; `size` is that of their
-    magnitudes, errors included, and `heads` are added up after their own stores."""
+    """R12 [L85]: bound the sum of `count` terms, its scaling and stores.
+
+    `size` is the sum of their magnitudes, errors included. `heads` are added up after their stores.
+    """
     xp, f = array_namespace(size), shared.f
     steps = xp.ceil(count / STEP)
     theta = (1 + gamma(count + steps, ACCUMULATORS[f.accumulate])) * (
@@ -339,8 +339,11 @@ def _errors(block: GradientBlock, shared: _Shared) -> _Errors:
 
 
 def _slope_error(block: GradientBlock, shared: _Shared, of_weight: Array) -> Array | float:
-    """Bound the error of the slope of a softcap [L84]: `of_weight` bounds that of the capped score,
-    and is 0 for keys far below, whose slope may be anything."""
+    """Bound the error of the slope of a softcap [L84].
+
+    `of_weight` bounds the error of the capped score. It is 0 for keys far below, whose slope may be
+    anything.
+    """
     if not shared.softcap:
         return 0.0
     xp = array_namespace(of_weight)

@@ -35,7 +35,7 @@ def judge_backward(
     sinks: Array | None = None,
     **options: Unpack[PaddedOptions],
 ) -> GradientReport:
-    """Compare gradients of another library with those of exact attention.
+    """Compare gradients of another library with the gradients of exact attention.
 
     The bound includes what the library's forward pass rounds, so neither O nor lse is needed.
 

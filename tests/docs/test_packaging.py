@@ -25,6 +25,7 @@ MAPPED = {
     "cupyattn.kernels_cu": "kernels_cu",
     "cupyattn.data": "experiments/data",
     "cupyattn.docs": "docs",
+    "cupyattn.docs.your_kernel": "examples/your_kernel",
 }
 
 
