@@ -181,10 +181,9 @@ def _scaling_error(size_q: Array, f: Foreign, sigma: float) -> Array:
 def block_bound(
     block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, softcap: float, sizes: Sizes
 ) -> tuple[dict[str, Array], Array, Array]:
-    """R1 to R7 of one block of rows: the terms of O, the bound of lse, and a bound for every key.
+    """R1 to R7 of one block of rows: the terms of O, the bound of lse, and one number for each key.
 
-    The last bounds the error of the logarithm of its weight before the sum. It is 0 if the key lies
-    far below.
+    The number bounds the error of the logarithm of its weight, 0 if the key lies far below.
     """
     xp = array_namespace(block.S)
     keys, head_dim = block.S.shape[-1], block.q.shape[-1]

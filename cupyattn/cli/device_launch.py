@@ -26,7 +26,7 @@ MAPPED = ("int8", "float16", "bfloat16", "float32")
 class DeviceLaunch:
     """A kernel, loaded, and its arguments on the current device.
 
-    ``arrays`` are the arrays of the description, which hold the results after a call.
+    ``arrays`` holds the arrays of the description, with the results after a call.
 
     Parameters
     ----------

@@ -3,7 +3,7 @@ bound, shrinks the first problem that fails, and leaves a script that reproduces
 
 MODULE:NAME or FILE.py:NAME is the function; --library says how it is called. It gets q, k, v and,
 by name, the options that it takes. It returns O, or O and lse. With --gradients, its gradients are
-judged. For torch and JAX these come from autograd. A function of NumPy or CuPy takes d_out before q
+judged, which the autograd of torch or JAX makes. A function of NumPy or CuPy takes d_out before q
 and returns dq, dk and dv. If it raises NotImplementedError, the problem does not count. The last
 line is a summary. The exit status is 0 (all outputs are within their bounds), 1 (one is not, or the
 function failed) or 2 (nothing could be judged)."""

@@ -2,10 +2,10 @@
 times, and --runs times more; with --nvtx, each of these is in the NVTX range "cupyattn profile".
 Data are constant unless --random (normal), --distribution or --qkv says otherwise. A file is a .cu
 with the arguments of a rung, or any kernel with a description of its launch (`cupyattn docs
-your_kernel`). Such a kernel runs on the arrays of its description. Without a device the interpreter
-counts its instructions, bytes and bank conflicts. With --ncu, --sanitizer or --gdb, the command of
-one of NVIDIA's tools is printed and run. With --dry-run it is only printed, which needs no
-device."""
+your_kernel`). The latter runs on the arrays of the description. Without a device the interpreter
+counts its instructions, bytes and bank conflicts. With --ncu,
+--sanitizer or --gdb, the command of one of NVIDIA's tools is printed and run; with --dry-run it is
+only printed, which needs no device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Bounds of the errors of another library's gradients, from the roundings that it is said to make.
+"""How far gradients of another library may be from the exact ones, by its stated roundings.
 
-Nothing here knows its tiles or the order of its operations. It may keep P from the forward pass, or
-compute it again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas, tags [L83] to
-[L85].
+Nothing here knows its tiles or the order of its operations. P may be kept from the forward pass, or
+made again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas: [L83] to [L85].
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ from cupyattn.kernels.numerics import (
 )
 from cupyattn.problem.checks import check_dtype, check_scale
 
-#: Stores in the type of the scores [L84]: of P, dP, Delta and a gradient. dS has as many, around
-#: the scale, the softcap and a bias.
+#: Stores of dS in the type of the scores: before and after the scale, the softcap and a bias [L84].
 STORES_OF_SCORE = 4
 #: Terms of one sum that tensor cores add in one instruction.
 STEP = 16
@@ -59,7 +57,7 @@ class _Shared:
     d_lse: bool
 
     def stored(self, x: Array, times: int = 1) -> Array:
-        """What `times` stores of numbers up to x cost, where scores have 16 bits."""
+        """Return the error of `times` stores of numbers up to x, if scores have 16 bits."""
         if self.f.score_type == "float32":
             return array_namespace(x).zeros_like(x)
         unit, least = UNIT_ROUNDOFF[self.f.score_type], HALF_SUBNORMAL[self.f.score_type]
@@ -72,7 +70,7 @@ class _Shared:
         return STORES_OF_SCORE * sum(HALF_SUBNORMAL[t] for t in types) / min(self.sigma, 1.0)
 
     def operand(self, x: Array) -> Array:
-        """Bound the error of numbers up to x that are rounded to the type of P for a product."""
+        """Return the error of rounding numbers up to x to the type of P, as operands."""
         unit, least = OPERANDS[self.n.p_type]
         found: Array = array_namespace(x).minimum(unit * x + least, x)
         return found
@@ -102,7 +100,7 @@ def backward_bound_foreign(
     grad_bias: bool = False,
     **options: Any,
 ) -> GradientBounds:
-    """Bound the errors of another library's gradients, beside exact attention [L83] to [L85].
+    """Bound the errors of another library's gradients of attention [L83] to [L85].
 
     Parameters
     ----------
@@ -203,10 +201,9 @@ def _finite(problem: BackwardProblem) -> Array:
 def _summed(
     size: Array, count: Array, shared: _Shared, dtype: str, bad: Array, heads: int
 ) -> Array:
-    """R12 [L85]: bound the error of a sum of `count` terms, of its scaling and of its stores.
+    """R12 [L85]: bound the sum of `count` terms, its scaling and stores.
 
-    `size` is the sum of their magnitudes, errors included. `heads` are stored before they are
-    added up.
+    `size` is the sum of their magnitudes, errors included. `heads` are added up after their stores.
     """
     xp, f = array_namespace(size), shared.f
     steps = xp.ceil(count / STEP)

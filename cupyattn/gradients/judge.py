@@ -93,8 +93,8 @@ def judge_backward(
     P is the softmax of the scores in float64. `lse` only widens the bound, by its own error, and
     not at all in rows where the kernels do not use it.
 
-    With the `numerics` of another library, the gradients are compared with the gradients of exact
-    attention. The bound includes the roundings of the library's forward pass.
+    With the `numerics` of another library the gradients are compared with the exact gradients, and
+    the bound includes the roundings of the library's forward pass.
 
     Parameters
     ----------

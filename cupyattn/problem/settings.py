@@ -370,12 +370,21 @@ class RowOptions(TypedDict, total=False):
     layout: str
 
 
-class ProblemOptions(TurnedOptions, RowOptions, total=False):
+class LengthOptions(TypedDict, total=False):
+    """Options that say how many rows of padded entries count."""
+
+    lengths_q: Any
+    lengths_kv: Any
+
+
+class PaddedOptions(MaskedOptions, LengthOptions, total=False):
+    """Options of scores, with lengths of padded entries."""
+
+
+class ProblemOptions(TurnedOptions, RowOptions, LengthOptions, total=False):
     """Options that decide the exact result."""
 
     qk_norm: Any
-    lengths_q: Any
-    lengths_kv: Any
 
 
 class RunOptions(TypedDict, total=False):

@@ -15,7 +15,7 @@ from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.judge import GradientReport, GradientShare, report_of
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.settings import MaskedOptions, Unpack, of_arguments, takes_options
+from cupyattn.problem.settings import PaddedOptions, Unpack, of_arguments, takes_options
 from cupyattn.testing.parts import Part, parts_of, with_longest
 
 
@@ -31,11 +31,9 @@ def judge_backward(
     d_lse: Array | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
-    lengths_q: Any = None,
-    lengths_kv: Any = None,
     layout: str = "BHSD",
     sinks: Array | None = None,
-    **options: Unpack[MaskedOptions],
+    **options: Unpack[PaddedOptions],
 ) -> GradientReport:
     """Compare gradients of another library with the gradients of exact attention.
 
@@ -105,7 +103,7 @@ def judge_backward(
     shares: list[tuple[GradientShare, ...]] = []
     for part in parts_of(settings, arrays, None, d_out, d_lse, sinks):
         own = _of_part(part, gradients, layout, arrays)
-        shares.append(_judged(part, own, names, numerics, lengths_q, sinks).shares)
+        shares.append(_judged(part, own, names, numerics, sinks).shares)
     if packed:
         shares += _without_rows(names, gradients, arrays)
     worst = (max(of_one, key=lambda share: share.ratio) for of_one in zip(*shares, strict=True))
@@ -127,15 +125,14 @@ def _of_part(
 
 def _judged(
     part: Part, gradients: Sequence[Array], names: Sequence[str], numerics: Numerics,
-    lengths_q: Any, sinks: Array | None,
+    sinks: Array | None,
 ) -> GradientReport:  # fmt: skip
     """Judge the gradients of one part."""
     settings, arrays = part.settings, part.arrays
-    d_out = part.o
-    if lengths_q is not None:  # rows behind the lengths may hold anything
+    d_out, mask = part.o, arrays.get("mask")
+    if mask is not None:  # rows without keys, such as those behind the lengths, may hold anything
         xp = array_namespace(d_out)
-        counts = xp.asarray(lengths_q)[:, None, None, None]
-        kept = xp.arange(d_out.shape[2])[:, None] < counts
+        kept = xp.asarray(mask).any(axis=-1)[..., None]
         d_out = xp.where(kept, d_out, d_out.dtype.type(0)).astype(d_out.dtype, copy=False)
     asked = {
         "scale": settings.scale, "d_lse": part.lse, "grad_bias": len(names) == 4,

@@ -114,6 +114,12 @@ def _judged_gradients(given: dict[str, Any]) -> str:
     return str(gradients.judge_backward([given.pop(name) for name in GRADIENTS], **given))
 
 
+def _judged_foreign_gradients(given: dict[str, Any]) -> str:
+    given = dict(given)
+    found = [given.pop(name) for name in GRADIENTS]
+    return str(testing.judge_backward(found, **given, numerics=testing.numerics("fp16")))
+
+
 def _calibration(given: dict[str, Any]) -> Any:
     found = ca.Calibration(
         **given, bins=diffusion.SnrBins(), head_dim=16, smooth_k=False, percentile=99.0,
@@ -372,6 +378,9 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         lambda g: bounds.softmax_perturbation(**g),
     ),
     "testing.judge": ({"o": OUT.copy(), **MASKED, "lse": LSE, **ROWS}, _judged),
+    "testing.judge_backward": (
+        GRADIENTS | {"d_out": D_OUT, **MASKED, "d_lse": LSE}, _judged_foreign_gradients,
+    ),
     "testing.assert_within_bound": (
         {"o": OUT_OF_FA.copy(), **QKV},
         lambda g: str(testing.assert_within_bound(**g, variant="fa")),

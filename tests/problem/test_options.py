@@ -21,6 +21,7 @@ TAKEN = {
     ca.kernel_form: TURNED | {"variant", "out", "cu_seqlens_q", "max_len_k"},
     ca.plan: TURNED | {"variant", "out", "cu_seqlens_q", "max_len_k"},
     testing.judge: TURNED | {"qk_norm", "qk_norm_eps", "lengths_q", "lengths_kv", "layout"},
+    testing.judge_backward: SCORES | {"lengths_q", "lengths_kv"},
     bounds.attention: TURNED,
     bounds.quantisation: SCORES,
     gradients.backward_bound: SCORES,
