@@ -193,7 +193,8 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     plain, fewer = arrays(*LENGTHS, dtype, 0, **two), arrays(*FEWER, dtype, 0, batch=1)
     short = arrays(33, 31, dtype, 1)
     below = short[0] + STORAGE[dtype].type(3), short[1] - STORAGE[dtype].type(7), short[2]
-    narrow = arrays(*FEWER, dtype, 8, 40, **two)
+    # Rows that are read by 8 and by 2 bytes, and stored in chunks of 16.
+    narrow, odd = (arrays(*FEWER, dtype, 8, head_dim, **two) for head_dim in (36, 7))
     some = fewer if variant in ("unfused", "fa") else plain  # these are slow to interpret
     capped = {"softcap": 1.5, "window": (60, 9)}
     calls: dict[str, Callable[[], str]] = {
@@ -205,7 +206,8 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         "not finite": lambda: _not_finite(rung),
     }
     if arch is None:
-        calls["head_dim 40"] = lambda: attend(rung, narrow, {"causal": True})
+        calls["head_dim 36"] = lambda: attend(rung, narrow, {"causal": True})
+        calls["head_dim 7"] = lambda: attend(rung, odd, {})
     if name in SCORED:
         of_scores = _of_scores(rung, some, fewer)
         some_of = of_scores.keys() & ({"mask and bias of keys", "block mask", "padded"})
@@ -260,7 +262,10 @@ def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
     dtype = rung[2]
     cut = arrays(200, 500, dtype, 11, heads=(3, 1), batch=1)
     far = arrays(70, 700, dtype, 12, 128, heads=(1, 1), batch=1)
+    # One step a tile: the producer is held by the buffers of Q, not by those of K and V.
+    short = arrays(500, 50, dtype, 16, heads=(2, 1), batch=1)
     return {
+        "one block, one step a tile": lambda: attend(rung, short, {}, blocks=1),
         "causal, few blocks": lambda: attend(rung, plain, {"causal": True}, blocks=3),
         "few blocks": lambda: attend(rung, plain, {}, blocks=3),
         "tiles cut": lambda: attend(rung, cut, {}, pieces=True),

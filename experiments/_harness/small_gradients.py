@@ -99,7 +99,8 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
         "of a bias of keys": ({"bias": of_keys, "grad_bias": True}, few),
         "of lse": ({"d_lse": d_lse, "window": (0, 30)}, {}),
         "block mask": (blocks, {}),
-        "head_dim 40": ({"causal": True}, {"head_dim": 40, **few}),
+        "head_dim 36": ({"causal": True}, {"head_dim": 36, **few}),
+        "head_dim 7": ({}, {"head_dim": 7, "heads": (2, 1), **few}),
         "head_dim 128": ({"causal": True}, {"head_dim": 128, "heads": (2, 1), **few}),
     }  # fmt: skip
     made: dict[str, Callable[[], str]] = {}

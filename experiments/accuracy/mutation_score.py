@@ -5,7 +5,7 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
              does not end. Calls with code of the fault's line come first, then the cheapest.
-Run          python -m experiments.accuracy.mutation_score --seed 1 --update-docs
+Run          python -m experiments.accuracy.mutation_score --seed 3 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
 the next one is drawn. The record is written after each fault, and the same command goes on where
@@ -54,7 +54,7 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
-EARLIER = ("mutation_score_first", "mutation_score_second")
+EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third"))
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 

@@ -8,7 +8,8 @@ Measures     SentryWard's verdict on each launch as it is and, where that is "ra
 Run          pip install -e .[sentryward]
              python -m experiments.accuracy.static_verifier --update-docs
 
-No device needed. SentryWard (https://sentryward.io) proves a launch free of races in every schedule
+No device needed. The record is written after each launch, and the same command goes on where it was
+stopped. SentryWard (https://sentryward.io) proves a launch free of races in every schedule
 or shows two accesses. The interpreter runs one schedule, and follows what orders accesses.
 """
 
@@ -61,29 +62,29 @@ def calls() -> dict[str, Callable[[], str]]:
     """Return one call of every kernel, as small as its tiles let it be."""
     found: dict[str, Callable[[], str]] = {}
     one: dict[str, Any] = {"heads": (1, 1), "batch": 1}
-    for name, rung in small_attention.RUNGS.items():
-        inputs = arrays(20, 40, rung[2], 0, 16, **one)
-        found[name] = partial(small_attention.attend, rung, inputs, {})
-    few = arrays(3, 601, "float16", 7, 16, **one)
-    split = "fa_tc", None, "float16", None
-    found["fa_tc, split"] = lambda: small_attention.attend(split, few, {})
-    plain = ca.QuantConfig()
-    found["quantize"] = lambda: small_codes.quantized(plain, (20, 40), "float16", 16, (1, 1))
-    found["backward"] = lambda: small_gradients.gradients(
-        {}, lengths=(20, 40), head_dim=16, deterministic=True, **one
-    )
     found["act_quant"] = lambda: layers.codes(ca.act_quant, (4, 130), "float16", "block")
-    found["row_quant"] = lambda: layers.codes(ca.act_quant, (4, 130), "float16", "channel")
+    found["row_quant"] = lambda: layers.codes(ca.act_quant, (4, 1283), "float16", "channel")
     found["weight_quant"] = lambda: layers.weight((33, 70), "bfloat16", 30)
-    found["int8_gemm"] = lambda: layers.product((32, 32, 128), layers.SMALL, None)
-    rows = {"strategy": "channel"}
-    found["int8_gemm, rows"] = lambda: layers.product((32, 32, 128), layers.SMALL, None, **rows)
     found["norm_quant"] = lambda: layers.norm((3, 1024), "bfloat16", "", norm="layer")
     turned = {"norm": "layer", "rotate": "hadamard"}
     found["norm_quant, rotated"] = lambda: layers.norm((3, 1536), "float16", "", **turned)
     found["importance"] = lambda: layers.importance((1, 1), (9, 40), 16, 8, None)
     found["compact"] = lambda: layers.kept(33, 7, "float16", 16)
     found["merge"] = lambda: layers.partials("float16", 36, 2)
+    few = arrays(3, 601, "float16", 7, 16, **one)
+    split = "fa_tc", None, "float16", None
+    found["fa_tc, split"] = lambda: small_attention.attend(split, few, {})
+    for name, rung in small_attention.RUNGS.items():
+        inputs = arrays(20, 40, rung[2], 0, 16, **one)
+        found[name] = partial(small_attention.attend, rung, inputs, {})
+    plain = ca.QuantConfig()
+    found["quantize"] = lambda: small_codes.quantized(plain, (20, 40), "float16", 16, (1, 1))
+    found["backward"] = lambda: small_gradients.gradients(
+        {}, lengths=(20, 40), head_dim=16, deterministic=True, **one
+    )
+    found["int8_gemm"] = lambda: layers.product((32, 32, 128), layers.SMALL, None)
+    rows = {"strategy": "channel"}
+    found["int8_gemm, rows"] = lambda: layers.product((32, 32, 128), layers.SMALL, None, **rows)
     return found
 
 
@@ -208,13 +209,16 @@ def experiment(args: Any) -> None:
     content: dict[str, Any] = {
         "sentryward": args.version, "seconds": SECONDS, "memory_mib": MEMORY, "launches": [],
     }  # fmt: skip
-    done: set[Any] = set()
+    if args.json.exists():  # goes on where it was stopped
+        content["launches"] = json.loads(args.json.read_text())["launches"]
+    done = {(x["call"], x["entry"]) for x in content["launches"]}
+    seen: set[Any] = set()
     for name, run in calls().items():
         for launch in launches(run):
             key = launch.one.module, launch.one.entry
-            if key in done:
+            if key in seen or (name, launch.one.entry) in done:
                 continue
-            done.add(key)
+            seen.add(key)
             ptx = compiler.translate(launch.one.module, launch.arch).ptx
             whole = verdict(executable, launch, ptx)
             modules = frozenset({(launch.one.module, launch.arch)})
