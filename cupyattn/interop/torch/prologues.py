@@ -1,7 +1,7 @@
 """Norms and modulation in front of layers of INT8 codes, as Inductor's graphs have them.
 
-The pass that makes codes of rows takes them over, in float32 throughout: ``LayerNorm`` or
-``RMSNorm`` of the last axis, its weight and bias, and ``y (1 + scale) + shift``.
+The pass that makes codes of rows takes them over, in float32 throughout. These are ``LayerNorm``
+and ``RMSNorm`` of the last axis, weight and bias, and ``y (1 + scale) + shift``.
 """
 
 from __future__ import annotations
