@@ -197,6 +197,15 @@ def test_an_activation_is_part_of_the_layer(name: str, dtype: str) -> None:
     assert ((found.double() - plain.double()).abs() <= allowed).all()
 
 
+def test_a_pattern_is_found_whatever_is_under_way() -> None:
+    """The first layer that is traced may be below a gradient."""
+    own, x = layer(torch.float32), rows(torch.float32)
+    epilogues._pattern.cache_clear()
+    torch.func.grad(lambda x: (epilogues._pattern("gelu", torch.float32), x.sum())[1])(x)
+    found, graphs = run(lambda x: functional.gelu(own(x)), x)
+    assert graphs.names() == [LAYER] and graphs.products()[0]["activation"] == "gelu"
+
+
 def gated(form: str, kind: Any, y: Any) -> Any:
     """A gated linear unit of both halves of a layer's columns, as models write it."""
     width = y.shape[-1] // 2

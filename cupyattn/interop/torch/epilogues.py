@@ -263,6 +263,7 @@ def _epilogue(layer: Node) -> _Epilogue:
 @functools.cache
 def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
     """Return the nodes of an activation, its input first, as Inductor decomposes the function."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.utils._python_dispatch import _disable_current_modes
@@ -270,7 +271,8 @@ def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
     def function(x: Tensor) -> Tensor:
         return FUNCTIONS[activation](x)
 
-    with _disable_current_modes():
+    # Nodes of a transform that is under way, such as torch.func.grad, would be part of the pattern.
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
         traced = make_fx(function, decomposition_table=select_decomp_table())
         graph = traced(torch.zeros(1, dtype=dtype)).graph
     return tuple(node for node in graph.nodes if node.op != "output")

@@ -55,14 +55,15 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, weight_scale, bias, activation, _, _, rotate = inputs
+    x, weight, weight_scale, bias, activation, _, _, *rotate = inputs  # if it is no default
     if activation:
         raise UnsupportedError(
             f"the derivative for 'cupyattn::int8_linear' is not implemented with activation="
             f"{activation!r}: leave it out, and apply torch's own to the result"
         )
     ctx.save_for_backward(weight, weight_scale)
-    ctx.rotate, ctx.dtype, ctx.bias = rotate, x.dtype, None if bias is None else bias.dtype
+    ctx.rotate, ctx.others = next(iter(rotate), None), len(inputs) - 4
+    ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
 
 
 def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +76,7 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[3]:
         rows = d_y if d_y.dim() > 1 else d_y[None]
         d_bias = rows.sum(tuple(range(rows.dim() - 1)), dtype=torch.float32).to(ctx.bias)
-    return d_x, None, None, d_bias, *[None] * 4
+    return d_x, None, None, d_bias, *[None] * ctx.others
 
 
 def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
