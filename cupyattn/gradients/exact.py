@@ -70,7 +70,7 @@ class GradientsWithBiasAndNorm(NamedTuple):
 
 
 AnyGradients = Gradients | GradientsWithBias | GradientsWithNorm | GradientsWithBiasAndNorm
-#: By what is in addition to dq, dk and dv.
+#: Each with other gradients beside dq, dk and dv.
 _KINDS: tuple[type[Any], ...] = (
     Gradients, GradientsWithBias, GradientsWithNorm, GradientsWithBiasAndNorm,
 )  # fmt: skip

@@ -158,7 +158,7 @@ _WEIGHTS = ("dq_weight", "dk_weight")
 
 
 def _preparation(received: Sequence[Array], options: dict[str, Any]) -> Preparation | None:
-    """Take the options that prepare rows out of those of a call."""
+    """Remove the options that prepare rows from the options of a call."""
     own = Settings().rows({}) | {n: options.pop(n) for n in OPTIONS if n in options}
     if own["qk_norm"] is None:
         if own["rope"] is not None:

@@ -18,7 +18,7 @@ from cupyattn.bounds.prepared import factor_error, turned_errors
 from cupyattn.bounds.scores import REFERENCE, U
 from cupyattn.problem.row_preparation import Norm, Preparation, by_head
 
-#: Roundings of a sum of rows beside one for each row: those of lanes, of warps and of blocks.
+#: Roundings of a sum of rows beside one for each row: sums of lanes, of warps and of blocks.
 _SUMS = 64
 
 
@@ -77,7 +77,7 @@ def back_exact(how: Preparation, q: Array, k: Array, dq: Array, dk: Array) -> Ba
 def back_mirror(how: Preparation, q: Array, k: Array, dq: Array, dk: Array) -> Back:
     """Gradients through `how` as the kernels compute them, of the type of q.
 
-    Those of weights are float32.
+    Gradients of weights are float32.
 
     Parameters
     ----------

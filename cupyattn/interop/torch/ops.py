@@ -35,7 +35,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 library = torch.library.Library("cupyattn", "DEF")
 #: The first arguments of a backward pass; the forward pass's follow.
 RECEIVED = "Tensor d_out, Tensor o, Tensor lse, Tensor? d_lse"
-#: The weights of `qk_norm`, whose gradients come with those of q and k.
+#: The weights of `qk_norm`, which get gradients together with q and k.
 WEIGHTS = ("q_norm_weight", "k_norm_weight")
 _OTHERS = ", Tensor dbias, Tensor dq_weight, Tensor dk_weight"
 #: The kernel of each operator on a CPU or a CUDA device.
