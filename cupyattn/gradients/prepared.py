@@ -1,7 +1,7 @@
 """Gradients through the preparation of Q and K: rows normalised, weighted and rotated (R14).
 
 `back_exact` is the definition in float64, `back_mirror` follows ``backward_normalise.cu``, and
-`back_bound` bounds the distance between them. docs/MATH_REFERENCE.md proves it under [L51].
+`back_bound` bounds the distance between them. docs/MATH_REFERENCE.md proves it under [L48].
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _of_rows(
         a = w * size
         d = r * xp.abs(w * dy - x * r * mean(w * dy * x * r))
         carried = r * (w * error + unit * mean(w * error * unit))
-        # R14 [L51]: x^, a, their products, the mean, the difference, the product, the store.
+        # R14 [L48]: x^, a, their products, the mean, the difference, the product, the store.
         of_unit = ((1 + of_factor) * (1 + U) - 1) * unit + tiny
         of_a = w * error * (1 + U) + U * a + tiny
         terms = (a + of_a) * (unit + of_unit) * (1 + U) + tiny
