@@ -162,7 +162,7 @@ class Calls:
     ) -> Iterator[tuple[Block, Any]]:
         """Yield rows and keys of blocks, and the gradients that these owe to one another.
 
-        `tensors` are the tensors of `whole_backward`, and M and the factor of coarse rows.
+        `tensors` as for `whole_backward`; M and the factor follow if rows are coarse.
         """
         for rows, keys, of_call, offsets in self._runs(blocks):
             names = _NAMES[: len(tensors)]

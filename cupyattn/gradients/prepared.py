@@ -1,7 +1,7 @@
 """Gradients through the preparation of Q and K: rows normalised, weighted and rotated (R14).
 
 `back_exact` is the definition in float64, `back_mirror` follows ``backward_normalise.cu``, and
-`back_bound` bounds the distance between them. docs/MATH_REFERENCE.md proves it under [L51].
+`back_bound` bounds the distance between them. docs/MATH_REFERENCE.md proves it under [L48].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cupyattn.bounds.prepared import factor_error, turned_errors
 from cupyattn.bounds.scores import REFERENCE, U
 from cupyattn.problem.row_preparation import Norm, Preparation, by_head
 
-#: Roundings of a sum of rows in addition to one per row: sums of lanes, of warps and of blocks.
+#: Roundings of a sum of rows beside one for each row: sums of lanes, of warps and of blocks.
 _SUMS = 64
 
 
@@ -159,7 +159,7 @@ def _of_rows(
         a = w * size
         d = r * xp.abs(w * dy - x * r * mean(w * dy * x * r))
         carried = r * (w * error + unit * mean(w * error * unit))
-        # R14 [L51]: x^, a, their products, the mean, the difference, the product, the store.
+        # R14 [L48]: x^, a, their products, the mean, the difference, the product, the store.
         of_unit = ((1 + of_factor) * (1 + U) - 1) * unit + tiny
         of_a = w * error * (1 + U) + U * a + tiny
         terms = (a + of_a) * (unit + of_unit) * (1 + U) + tiny

@@ -56,7 +56,7 @@ def run_part_sums(settings: Settings, arrays: Mapping[str, Any]) -> tuple[Any, A
 def added_sums(
     sums: tuple[Any, Any], part: tuple[Any, Any], *, natural: bool
 ) -> tuple[Any, Any]:
-    """Return M and l of rows over the keys of both; without keys they are -inf and 0.
+    """Return M and l of rows over the keys of both; -inf and 0 stand for no keys.
 
     M is a natural exponent if `natural`, as with softcap or bias, otherwise one of 2.
     """

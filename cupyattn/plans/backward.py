@@ -24,7 +24,7 @@ from cupyattn.plans.structs import (
     BIAS_GRADIENT_PARAMS,
     COARSE_PARAMS,
     DELTA_PARAMS,
-    MASKED_KEYS_PARAMS,
+    KEYS_PARAMS,
     SUMMED_DELTA_PARAMS,
 )
 from cupyattn.problem.backward_form import (
@@ -241,7 +241,7 @@ class _Kernels:
     def masked(self, fields: Mapping[str, Any]) -> _Kernels:
         """Return the Hopper kernel that reads a packed mask."""
         call, (_, grad) = self.structs
-        return replace(self, structs=(call, (MASKED_KEYS_PARAMS, grad | dict(fields))))
+        return replace(self, structs=(call, (KEYS_PARAMS, grad | dict(fields))))
 
     def with_sums(self, struct: np.dtype[Any], *buffers: str) -> _Kernels:
         """Return the kernels that read or write sums of coarse rows, in buffers of these names."""

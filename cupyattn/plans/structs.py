@@ -98,17 +98,15 @@ BIAS_GRADIENT_PARAMS = _struct([
 ])  # fmt: skip
 
 #: ``struct KeysParams<true>`` of kernels_cu/prims/params.cuh.
-MASKED_KEYS_PARAMS = _struct([
+KEYS_PARAMS = _struct([
     ("mask_bits", "u8"), ("mask_batch", "i8"), ("mask_head", "i8"), ("row_tiles", "i4"),
 ], BACKWARD_PARAMS)  # fmt: skip
 
-#: ``struct DeltaParams<true, false>`` of kernels_cu/prims/params.cuh.
+#: ``struct DeltaParams<true>`` of kernels_cu/prims/params.cuh.
 DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
 
-_GIVEN_SUMS: list[Any] = [("given_M", "u8"), ("given_factor", "u8")]
-
-#: ``struct DeltaParams<false, true>`` of kernels_cu/prims/params.cuh.
-SUMMED_DELTA_PARAMS = _struct(_GIVEN_SUMS, BACKWARD_PARAMS)
+#: ``struct SummedDeltaParams<true>`` of kernels_cu/prims/score/gradient.cuh.
+SUMMED_DELTA_PARAMS = _struct([("given_M", "u8"), ("given_factor", "u8")], BACKWARD_PARAMS)
 
 #: ``struct CoarseParams<true>`` of kernels_cu/prims/params.cuh.
 COARSE_PARAMS = _struct([("part_M", "u8"), ("part_l", "u8")], BACKWARD_PARAMS)
@@ -133,7 +131,7 @@ NORM_PARAMS = _struct([
     ("cu_seqlens", "u8"), ("total", "i4"),
 ], PREPARE_PARAMS)  # fmt: skip
 
-#: ``struct NormGradientParams`` of kernels_cu/backward/backward_normalise.cu.
+#: ``struct NormGradientParams`` of kernels_cu/prims/io/prepare.cuh.
 NORM_GRADIENT_PARAMS = _struct([("dY", "u8"), ("partial_dW", "u8")], NORM_PARAMS)
 
 #: ``struct WeightSumParams`` of kernels_cu/backward/backward_weights.cu.

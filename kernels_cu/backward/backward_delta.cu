@@ -55,7 +55,8 @@ __device__ __forceinline__ bool set_coarse(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_delta(
-    const __grid_constant__ AttnParams call, const __grid_constant__ DeltaParams<D_LSE, PART_SUMS> grad) {
+    const __grid_constant__ AttnParams call,
+    const __grid_constant__ SummedDeltaParams<PART_SUMS> grad) {
   const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
   const int q0 = blockIdx.x % q_blocks * BLOCK_Q;
   const int64_t batch_head = blockIdx.x / q_blocks;

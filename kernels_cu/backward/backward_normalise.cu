@@ -1,25 +1,19 @@
-// backward_normalise -- gradients of rows of Q or K, and of the weights of their norm, from the
-// gradients of the normalised rows.
+// backward_normalise -- gradients of Q or K from the gradients of its normalised rows, and of the
+// weights that these were multiplied by.
 //
-// Idea         x^ = x r is the row divided by its root mean square, and a = w dy. The gradient of x
-//              is r (a - x^ mean(a x^)). The gradient of w is the sum over rows of dy x^. A block
-//              sums its rows; backward_weights.cu sums blocks in one order, without atomics.
-// Differs from prepare/normalise.cu: a row has a second operand, which is turned back first, by the
-//              same angles (ROPE; `sin` is negated). Sums stay in registers from row to row.
+// Idea         Let x^ = x r be a row by its root mean square, and a = w dy. The gradient of x is
+//              r (a - x^ mean(a x^)). The gradient of w is the sum of dy x^ over rows. A block sums
+//              its rows. backward_weights.cu sums blocks in one order, without atomics.
+// Differs from prepare/normalise.cu: a row has a second operand, first turned back by the same
+//              angles (ROPE; `sin` is negated). Sums stay in registers from row to row.
 // Kept simple  r is computed again from x, so that the forward pass stores nothing.
-// Rounding     R14 dy turned back, r, x^, a, their mean, difference, product, the operand's type;
-//              dy x^ and its sum over rows
+// Rounding     R14 dy turned back, r, x^, a, their mean, difference, product, store, sums of dy x^
 // Mirror       cupyattn.gradients.prepared.back_mirror, rows to the bit
 // Bound        cupyattn.gradients.prepared.back_bound
 #include "prims/config.cuh"
 #include "prims/io/prepare.cuh"
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
-
-struct NormGradientParams : NormParams {  // Y: receives dX
-  const void* dY;     // [batch, heads, length, HEAD_DIM], contiguous: of the prepared rows
-  float* partial_dW;  // [batch, heads, chunks of BLOCK_Q rows, HEAD_DIM]
-};
 
 static_assert(QK_NORM && HEAD_DIM % 2 == 0, "rows of pairs: HEAD_DIM must be even");
 
@@ -41,7 +35,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_normalise(
   const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
                     + batch * p.X_stride.batch + head * p.X_stride.head +
                     (first + row0) * p.X_stride.len;
-  const int64_t place = ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
+  const int64_t place =  // of these rows in a contiguous array
+      ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
   const elem_t* dY = static_cast<const elem_t*>(p.dY) + place;  // [rows, HEAD_DIM]
   elem_t* dX = static_cast<elem_t*>(p.Y) + place;               // [rows, HEAD_DIM]
   const Preparation how(p, head, row0);

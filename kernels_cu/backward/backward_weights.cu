@@ -4,7 +4,8 @@
 //              sums of blocks out, and are added up last: one order, the same bits on every run.
 // Kept simple  Few blocks: the sums are HEAD_DIM numbers for every BLOCK_Q rows.
 // Rounding     R14 float32 sums, store
-// Mirror       cupyattn.gradients.prepared.back_mirror    Bound  cupyattn.gradients.prepared.back_bound
+// Mirror       cupyattn.gradients.prepared.back_mirror
+// Bound        cupyattn.gradients.prepared.back_bound
 #include "prims/config.cuh"
 #include "prims/instructions/warp.cuh"
 

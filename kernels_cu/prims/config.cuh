@@ -207,8 +207,8 @@ constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a b
 constexpr bool SUMS_DQ = CFG_DQ != 0;  // blocks of keys add up dQ in memory
 constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
 constexpr bool D_LSE = CFG_D_LSE;      // lse has a gradient, too
-// The caller gives M and sums of coarse rows over all keys (backward_delta.cu), or gets M and sums
-// over the keys of this device (backward_coarse.cu).
+// Rows have keys on other ranks. backward_coarse.cu returns M and sums over the keys here.
+// backward_delta.cu receives M and factors over all keys.
 constexpr bool PART_SUMS = CFG_PART_SUMS;
 
 // matrix products

@@ -188,7 +188,7 @@ struct BiasGradientParams {
 };
 
 // sm90/backward_keys.cu takes it. pack_mask.cu packs the transposed mask, with keys as rows.
-template <bool MASK>
+template <bool>
 struct KeysParams : BackwardParams {};
 template <>
 struct KeysParams<true> : BackwardParams {
@@ -199,20 +199,15 @@ struct KeysParams<true> : BackwardParams {
 };
 
 // backward_delta.cu takes it.
-template <bool D_LSE, bool PART_SUMS>
+template <bool>
 struct DeltaParams : BackwardParams {};
 template <>
-struct DeltaParams<true, false> : BackwardParams {
+struct DeltaParams<true> : BackwardParams {
   const float* d_lse;  // [batch, heads, rows], the gradient with respect to lse
-};
-template <bool D_LSE>
-struct DeltaParams<D_LSE, true> : DeltaParams<D_LSE, false> {
-  const float* given_M;       // [batch, heads, rows], of coarse rows, over all their keys
-  const float* given_factor;  // [batch, heads, rows]
 };
 
 // backward_coarse.cu takes it.
-template <bool PART_SUMS>
+template <bool>
 struct CoarseParams : BackwardParams {};
 template <>
 struct CoarseParams<true> : BackwardParams {

@@ -9,11 +9,10 @@
 //              added to memory, 16 bytes at a time, in the layout of the accumulators, which
 //              sm90/backward_sums.cu converts to rows.
 // ORDERED      Blocks of keys add to a tile of dQ in turn, the last keys first: the same bits on
-//              every run. The first block stores its part, so dQ needs no zeros; the last block
-//              stores rows. One warp waits for the turn, another passes it on. A block waits only
-//              for blocks that have already begun. Hence no deadlock.
-// Scores       Softcap changes S as its product ends, while that of dP goes on. A mask is bits in
-//              the layout of the accumulators, which come with Q.
+//              every run. The first block stores its part, the last block stores rows. One warp
+//              waits for the turn, another passes it on. A block waits only for blocks that have
+//              already begun. Hence no deadlock.
+// Scores       Softcap changes S during the product dP. Bits of a mask come with Q, lane by lane.
 // Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
 //              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -75,7 +74,8 @@ template <>
 struct MaskedStorage<true> : SharedStorage {
   alignas(16) uint32_t bits[NUM_STAGES][STEP_WORDS];
 };
-extern "C" __device__ int smem_bytes = sizeof(MaskedStorage<MASK>) + 1024;  // to align the base
+using Storage = MaskedStorage<MASK>;
+extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
@@ -101,9 +101,9 @@ __device__ __forceinline__ void start_across(
 }
 
 // The bits of a step of a mask, from memory to where Q of the step is coming.
-template <typename Storage, typename Params>
+template <typename Smem, typename Params>
 __device__ __forceinline__ void copy_bits(
-    Storage& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head,
+    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head,
     int kv0, int q0) {
   if constexpr (MASK) {
     const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
@@ -112,13 +112,13 @@ __device__ __forceinline__ void copy_bits(
   }
 }
 
-// The bits of this lane, BLOCK_Q / 4 of `key` and then of key + 8. Bit 2 n + i belongs to query row
+// The bits of this lane: BLOCK_Q / 4 of `key`, then of key + 8. Bit 2 n + i has the query row
 // q0 + 8 n + 2 (lane % 4) + i.
 struct MaskBits {
   uint32_t words[BLOCK_Q / 64];
 };
-template <typename Storage>
-__device__ __forceinline__ MaskBits load_bits(const Storage& smem, int stage) {
+template <typename Smem>
+__device__ __forceinline__ MaskBits load_bits(const Smem& smem, int stage) {
   if constexpr (MASK) {
     using Pair = Vec<uint32_t, 2>;  // of key and key + 8
     const Pair x = reinterpret_cast<const Pair*>(smem.bits[stage])[threadIdx.x - WARPGROUP];
@@ -295,8 +295,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
-  auto& smem =
-      *reinterpret_cast<MaskedStorage<MASK>*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
+  auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   if (threadIdx.x == 0) {

@@ -35,6 +35,12 @@ struct NormParams : PrepareParams<true> {
   int32_t total;              // VARLEN: rows of all sequences
 };
 
+// backward_normalise.cu takes it, whose Y receives dX.
+struct NormGradientParams : NormParams {
+  const void* dY;     // [batch, heads, length, HEAD_DIM], contiguous: of the prepared rows
+  float* partial_dW;  // [batch, heads, chunks of BLOCK_Q rows, HEAD_DIM]
+};
+
 // Neighbours added, then neighbours of the sums, and so on: the order is that of a whole row, at
 // any width of access. N is a power of two.
 template <int N>

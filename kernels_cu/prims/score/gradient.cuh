@@ -11,6 +11,15 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
+// backward_delta.cu takes it: DeltaParams, or with PART_SUMS numbers of coarse rows.
+template <bool>
+struct SummedDeltaParams : DeltaParams<D_LSE> {};
+template <>
+struct SummedDeltaParams<true> : BackwardParams {
+  const float* given_M;       // [batch, heads, rows], over all keys of a row
+  const float* given_factor;  // [batch, heads, rows]
+};
+
 // Rows of a head are padded to a multiple of this: steps read them without asking how many there
 // are. A row past the end, or without keys, has M = +inf, so that every key weighs nothing.
 constexpr int ROW_PAD = 128;
