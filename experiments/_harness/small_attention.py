@@ -262,7 +262,7 @@ def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
     dtype = rung[2]
     cut = arrays(200, 500, dtype, 11, heads=(3, 1), batch=1)
     far = arrays(70, 700, dtype, 12, 128, heads=(1, 1), batch=1)
-    # One step a tile: the producer is held by the buffers of Q, not by those of K and V.
+    # One step a tile: the buffers of Q hold the producer, not the buffers of K and V.
     short = arrays(500, 50, dtype, 16, heads=(2, 1), batch=1)
     return {
         "one block, one step a tile": lambda: attend(rung, short, {}, blocks=1),
