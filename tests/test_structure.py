@@ -329,8 +329,8 @@ def test_a_call_is_resolved_in_one_place() -> None:
     # judge asks which kernels a call may run, and ranks that agree whether there will be codes.
     # Inductor has shapes alone, and what they launch is compiled.
     ask = ("interop.torch.precompile", "ops.attention", "ops.backward", "ops.backward",
-           "ops.layers", "ops.layers", "ops.operation", "ops.part_sums", "ops.prepared", "ops.prepared",
-           "ops.quantize", "ops.quantize")  # fmt: skip
+           "ops.layers", "ops.layers", "ops.operation", "ops.part_sums", "ops.prepared",
+           "ops.prepared", "ops.quantize", "ops.quantize")  # fmt: skip
     assert callers("problem_of") == [f"cupyattn.{module}" for module in ask]
     # Ranks that agree, JAX that traces, plans and judges ask with descriptions or with arrays.
     explained = ["cupyattn.interop.jax.functional", "cupyattn.ops.explain"]

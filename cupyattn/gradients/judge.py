@@ -122,19 +122,18 @@ def judge_backward(
     if how is not None:
         prepared = d_out, *how.stored(q, k), v, out, lse
     with_bias = len(gradients) == (4 if how is None else 6)
-    names = ("dq", "dk", "dv", *["dbias"] * with_bias)
+    names = ("dq", "dk", "dv", *["dbias"] * with_bias, *(_WEIGHTS if how else ()))
+    gradients = operands(**dict(zip(names, gradients, strict=True)))
     options |= {"d_lse": d_lse, "grad_bias": with_bias}
     exact = backward_exact(*prepared[:5], **options)._asdict()
     bound = backward_bound(*prepared, **options)
     if how is not None:
-        names = (*names, *_WEIGHTS)
         given = q, k, exact["dq"], exact["dk"]
         dtypes: Any = [x.dtype.name for x in gradients[-2:]]
         terms = back_bound(how, *given, (bound.total("dq"), bound.total("dk")), tuple(dtypes))
         bound = replace(bound, **dict(zip(Back._fields, terms, strict=True)))
         exact |= back_exact(how, *given)._asdict()
-    gradients = operands(**dict(zip(names, gradients, strict=True)))
-    if how is not None:  # of one vector for all heads, too
+        # One vector for all heads may have one axis.
         weights = (x.reshape(-1, x.shape[-1]) for x in gradients[-2:])
         gradients = (*gradients[:-2], *weights)
     of_gradients = []
