@@ -148,7 +148,8 @@ def judge_backward(
             )
         prepared = received[:1] + how.stored(*received[1:3]) + received[3:]
     with_bias = len(gradients) == (4 if how is None else 6)
-    names = ("dq", "dk", "dv", *["dbias"] * with_bias)
+    names = ("dq", "dk", "dv", *["dbias"] * with_bias, *(_WEIGHTS if how else ()))
+    gradients = taken(**dict(zip(names, gradients, strict=True)))
     options |= {"d_lse": taken(d_lse=d_lse)[0], "grad_bias": with_bias}
     exact = backward_exact(*prepared[:5], **options)._asdict()
     if numerics is None:
@@ -157,15 +158,13 @@ def judge_backward(
         d_out, q, k, v = prepared[:4]
         bound = backward_bound_foreign(d_out, q, k, v, numerics, **options)
     if how is not None:
-        names = (*names, *_WEIGHTS)
         _, q, k, *_ = received
         dtypes: Any = tuple(x.dtype.name for x in gradients[-2:])
         errors = bound.total("dq"), bound.total("dk")
         terms = back_bound(how, q, k, exact["dq"], exact["dk"], errors, dtypes)
         bound = replace(bound, **dict(zip(Back._fields, terms, strict=True)))
         exact |= back_exact(how, q, k, exact["dq"], exact["dk"])._asdict()
-    gradients = taken(**dict(zip(names, gradients, strict=True)))
-    if how is not None:  # of one vector for all heads, too
+        # One vector for all heads may have one axis.
         weights = (x.reshape(-1, x.shape[-1]) for x in gradients[-2:])
         gradients = (*gradients[:-2], *weights)
     return report_of(names, gradients, [exact[name] for name in names], bound)

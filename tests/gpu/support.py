@@ -59,8 +59,9 @@ def moved(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a call with their arrays on the device."""
     arrays = (*runs.ADDED, runs.D_LSE)
     options = {n: cupy.asarray(a) if n in arrays else a for n, a in options.items()}
-    if options.get("rope"):
-        options["rope"] = on_device(*options["rope"])
+    for name in ("rope", "qk_norm"):
+        if options.get(name):
+            options[name] = on_device(*options[name])
     return options
 
 

@@ -17,6 +17,7 @@ from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.settings import check_attention
 from cupyattn.runtime.ready import run as run_plan
 from tests.backward import test_backward_bias as of_bias
+from tests.backward import test_backward_qk_norm as of_norm
 from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
@@ -282,3 +283,14 @@ def test_rows_of_large_products(head_dim: int, deterministic: bool) -> None:
     inputs = large_products(head_dim)
     one = run_backward(on_device(*inputs), scale=1 / 8, deterministic=deterministic)
     check([on_host(x) for x in one.gradients], defined(inputs, scale=1 / 8), columns=1)
+
+
+@pytest.mark.parametrize("shapes", of_norm.SHAPES, ids=str)
+def test_gradients_of_normalised_rows_and_their_weights(shapes: Any) -> None:
+    """Within their bounds, and with the same bits again."""
+    inputs, options = of_norm.problem(shapes, ("f4", "float16"), causal=True)
+    on_gpu: Any = on_device(*inputs)
+    options = moved(options)
+    one, again = (run_backward(on_gpu, deterministic=True, **options) for _ in range(2))
+    one.check()
+    assert [bits(on_host(x)) for x in one.gradients] == [bits(on_host(x)) for x in again.gradients]

@@ -491,6 +491,7 @@ WITHOUT_ARRAYS = {
     # What functions return, or callers define:
     "bounds.Bound", "diffusion.PrecisionPolicy", "gradients.GradientBounds",
     "gradients.GradientReport", "gradients.Gradients", "gradients.GradientsWithBias",
+    "gradients.GradientsWithBiasAndNorm", "gradients.GradientsWithNorm",
     "reference.ScoreBlock", "reference.Step",
     "testing.Counterexample", "testing.Report",
     # What a running model recorded, on files, and what that makes:
