@@ -1,7 +1,7 @@
 """Instructions of the lanes of a warp together: exchanges, votes, and tensor cores.
 
-None of them orders accesses to memory. Exchanges and votes "do not imply a memory barrier" (CUDA C++
-Programming Guide), and the PTX ISA promises an order for ``bar.warp.sync`` alone.
+None of them orders accesses to memory. Exchanges and votes "do not imply a memory barrier" (CUDA
+C++ Programming Guide), and the PTX ISA promises an order for ``bar.warp.sync`` alone.
 """
 
 from __future__ import annotations
