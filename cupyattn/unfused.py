@@ -29,7 +29,7 @@ from cupyattn.plans.records import Work
 from cupyattn.plans.unfused import plan_unfused_step
 from cupyattn.problem import checks
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.form import Kernel, settle
 from cupyattn.problem.problem import Problem, Result
@@ -37,7 +37,7 @@ from cupyattn.problem.settings import MaskedOptions, Unpack, check_attention, ta
 from cupyattn.reference import unfused as mirror
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def scores(q: Any, k: Any, **options: Unpack[MaskedOptions]) -> Any:
     """Step 1: ``S = scale * Q K^T``.

@@ -33,7 +33,7 @@ def device_of(array: Any) -> int:
     return int(array.data.device_id) if is_cupy(array) else -1
 
 
-def as_it_is(result: Any) -> Any:
+def unchanged(result: Any) -> Any:
     """Return a result unchanged: it already has the kind of the operands."""
     return result
 
@@ -69,10 +69,10 @@ def imported(arrays: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any],
     for name, array in arrays.items():
         if isinstance(array, Described):
             found[name] = array
-            ways.append(as_it_is)
+            ways.append(unchanged)
             continue
         called = _CALLED.get(name, name)
-        own, way = (array, as_it_is) if isinstance(array, np.generic) else _imported(called, array)
+        own, way = (array, unchanged) if isinstance(array, np.generic) else _imported(called, array)
         if not is_cupy(own):
             check_kind(called, own)
         found[name] = np.asarray(own) if isinstance(own, np.generic) else own
@@ -108,7 +108,7 @@ def take(
         If it is no such array, or its values cannot be read.
     """
     if isinstance(array, np.generic):  # a NumPy scalar, which checks of shapes refuse
-        return np.asarray(array), as_it_is
+        return np.asarray(array), unchanged
     array, restore = _imported(name, detached(array) if of_parameter else array)
     return operand(name, array), restore
 
@@ -123,7 +123,7 @@ def taken(**named: Any) -> tuple[Any, ...]:
     return tuple(None if a is None else take(name, a)[0] for name, a in named.items())
 
 
-def taken_or_number(**named: Any) -> tuple[Any, ...]:
+def taken_arrays(**named: Any) -> tuple[Any, ...]:
     """Return arrays as `take` does, in the order given; other values stay unchanged."""
     return tuple(
         take(name, x)[0] if hasattr(x, "dtype") or hasattr(x, "__dlpack__") else x
@@ -168,7 +168,7 @@ _TRACED = (
 def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a NumPy or CuPy array of the same memory, and the way back, as `take` does."""
     if isinstance(array, np.ndarray) or is_cupy(array):
-        return array, as_it_is
+        return array, unchanged
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         kind = type(array)
         traced = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
@@ -226,7 +226,7 @@ def _importer(array: Any) -> Callable[[Any], Any]:
     """Return the ``from_dlpack`` of the library that an array belongs to."""
     library = _library_of(array)
     if not hasattr(library, "from_dlpack"):
-        return as_it_is
+        return unchanged
     # NOTE: records that contain this are pickled, and modules cannot be pickled.
     module = library.__name__ if isinstance(library, ModuleType) else library
     return functools.partial(_handed_over, module)

@@ -16,7 +16,7 @@ def on_device_of(array: Any) -> contextlib.AbstractContextManager[Any]:
     return device
 
 
-def is_made() -> bool:
+def wait_until_computed() -> bool:
     """Wait until the arrays of the current device are computed, so all streams may read them.
 
     Return False while a CUDA graph captures CuPy's current stream: replays compute the arrays.

@@ -167,8 +167,8 @@ def predict(
     off = off + theta_o[..., None] * of_sums
     if n.values == "fp8":
         unit = weights.unit / total[..., None]
-        shift, cut_off = cut.truncated(middle, radius, unit, v, v_scale, by_step)
-        o, off = o + shift, off + cut_off
+        shift, truncation = cut.truncated(middle, radius, unit, v, v_scale, by_step)
+        o, off = o + shift, off + truncation
     usable = score.usable & (lost <= LARGEST_SHARE) & xp.isfinite(cut.top[..., 0, 0])
     lost = xp.where(usable, lost, 0.0)
     off = off / (1 - lost)[..., None]

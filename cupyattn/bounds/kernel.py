@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.groups import merge_heads, value_scale_of_key
-from cupyattn.arrays.interchange import as_it_is, operands
+from cupyattn.arrays.interchange import operands, unchanged
 from cupyattn.arrays.kinds import Array, as_float64, check_values
 from cupyattn.bounds import codes
 from cupyattn.bounds.bound import Bound, assemble, empty, of_block, widest
@@ -29,7 +29,7 @@ from cupyattn.kernels.numerics import MOST_PIECES, Numerics, check_features
 from cupyattn.kernels.tile_pieces import share_out
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.attention import KernelCall, in_every_form, kernel_call_of
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import check_smoothing
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.settings import TurnedOptions, Unpack, takes_options
@@ -37,7 +37,7 @@ from cupyattn.quant.operand_protocol import check_one_sequence
 from cupyattn.reference.exact import ScoreBlock, blocks_of
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def attention(
     q: Array | None,
@@ -250,5 +250,5 @@ def kernel_operands(quantized: Any) -> tuple[Array, Array, Array]:
     kernel adds this shift to lse alone.
     """
     check_one_sequence(quantized)
-    q, k, v = replace(quantized, k_mean=None, as_given=as_it_is).dequantize("float64")
+    q, k, v = replace(quantized, k_mean=None, as_given=unchanged).dequantize("float64")
     return q, k, v

@@ -242,13 +242,13 @@ def _sums(rows: Rows) -> _Sums:
     r6 = theta_o[..., None] * multiplied
     if n.values == "tensor_core" and n.p_type in LEAST_NORMAL:
         moved = weight_shift(rows.P, rows.P_plus, score.d, rows.delta_lse) @ rows.magnitude
-        lost_bits = tensor_core.cut_off(
+        lost_bits = tensor_core.truncation(
             rows.P, rows.v, moved + r5 + flushed, multiplied, score.rises,
             from_first=rows.shared.cut is None and not n.pieces,
         )  # fmt: skip
         rescaled = ((1 + of_products) * of_rises)[..., None] * multiplied
         r6 = xp.fmin(r6, (1 + of_rises)[..., None] * lost_bits + rescaled)
-        r6 = r6 + tensor_core.cut_off_beside_small(count, rows.v, rows.inverse_l, n)
+        r6 = r6 + tensor_core.truncation_by_small_operands(count, rows.v, rows.inverse_l, n)
     r6 = r6 + underflow / share
     if n.shifts:
         v_scale = of_block(rows.shared.v_scale, rows.block)

@@ -136,12 +136,12 @@ def _of_block(block: ScoreBlock, shared: Shared) -> tuple[Array, Array]:
     v = xp.where(xp.isfinite(block.v), block.v, 0.0)
     usable = xp.isfinite(c).all(axis=-1, keepdims=True)
     c = xp.where(usable, c, 0.0)
-    spread = spread_of(c, v)
+    spread = root_sum_of_squares(c, v)
     flushed = FLUSHED_WEIGHT * xp.abs(v).sum(axis=-2, keepdims=True) * errors.inverse_l
     return xp.where(usable, spread, xp.inf), flushed + 0.0 * spread
 
 
-def spread_of(c: Array, v: Array) -> Array:
+def root_sum_of_squares(c: Array, v: Array) -> Array:
     """Return the square root of the sum over keys of (c v)^2, without underflow of the squares.
 
     Parameters

@@ -20,7 +20,7 @@ _EACH = (PRODUCTS + 2) * TENSOR_CORE_ROUNDOFF
 _AT_ONCE = 16
 
 
-def cut_off(
+def truncation(
     P: Array, v: Array, moved: Array, magnitudes: Array, rises: Array, *, from_first: bool
 ) -> Array:
     """Bound the truncation of P V by tensor cores, operands below `LEAST_NORMAL` aside [L80].
@@ -52,7 +52,7 @@ def cut_off(
     return _EACH * xp.exp(growth)[..., None] * addends
 
 
-def cut_off_beside_small(count: Array, v: Array, inverse_l: Array, n: Numerics) -> Array:
+def truncation_by_small_operands(count: Array, v: Array, inverse_l: Array, n: Numerics) -> Array:
     """Bound the additional truncation if operands are below `LEAST_NORMAL` [L80].
 
     Parameters
@@ -82,7 +82,7 @@ def accumulators(P: Array, v: Array, *, from_first: bool) -> tuple[Array, Array]
     Parameters
     ----------
     P, v, from_first
-        As for `cut_off`.
+        As for `truncation`.
 
     Returns
     -------

@@ -64,20 +64,20 @@ class WeightErrors:
     total_error: float = 0.0
     noise: float = 0.0
     signal: float = 0.0
-    loud: float = 0.0
+    outlier_power: float = 0.0
 
     @classmethod
     def sum_of(cls, parts: Iterable[WeightErrors]) -> WeightErrors:
         """Return the sums over all parts, added in their order."""
         n, nonfinite, largest, outliers, worst = 0, 0, 0.0, 0, 0.0
-        total, noise, signal, loud = 0.0, 0.0, 0.0, 0.0
+        total, noise, signal, outlier_power = 0.0, 0.0, 0.0, 0.0
         for one in parts:
             n, nonfinite = n + one.elements, nonfinite + one.nonfinite
             outliers += one.outliers
             largest, worst = max(largest, one.largest), max(worst, one.max_error)
             total, noise = total + one.total_error, noise + one.noise
-            signal, loud = signal + one.signal, loud + one.loud
-        return cls(n, nonfinite, largest, outliers, worst, total, noise, signal, loud)
+            signal, outlier_power = signal + one.signal, outlier_power + one.outlier_power
+        return cls(n, nonfinite, largest, outliers, worst, total, noise, signal, outlier_power)
 
     def figures(self) -> dict[str, float | None]:
         """Return the figures of a `TensorReport` that follow from the sums."""
@@ -86,7 +86,7 @@ class WeightErrors:
             "max_error": self.max_error,
             "mean_error": self.total_error / self.elements,
             "sqnr_db": decibels(self.signal, self.noise),
-            "inlier_sqnr_db": decibels(self.signal - self.loud, self.noise),
+            "inlier_sqnr_db": decibels(self.signal - self.outlier_power, self.noise),
         }
 
 
@@ -269,9 +269,10 @@ def _errors_of(
     limit = outlier_limit(of_blocks / (widths * values.shape[1]))
     far = sizes > by_column(limit, block_size, columns)[:, None, :]
     outliers = int(np.count_nonzero(far))
-    loud = float(work[far].sum(dtype=np.float64)) if outliers else 0.0
+    outlier_power = float(work[far].sum(dtype=np.float64)) if outliers else 0.0
     found = WeightErrors(
-        values.size, 0, largest, outliers, worst, total, noise, float(of_blocks.sum()), loud
+        values.size, 0, largest, outliers, worst, total, noise, float(of_blocks.sum()),
+        outlier_power,
     )
     return found, scales
 

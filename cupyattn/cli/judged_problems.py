@@ -21,7 +21,7 @@ from cupyattn.testing.counterexamples import Counterexample, keep
 #: Seconds after which a problem that fails is not made smaller any more.
 SHRINK_SECONDS = 60.0
 #: Kinds of values: half of all problems are ordinary, in which small errors of rounding show best.
-MOSTLY_NORMAL = ("normal",) * (len(REGIMES) - 2) + REGIMES
+VALUE_KINDS = ("normal",) * (len(REGIMES) - 2) + REGIMES
 #: Kinds of failures.
 OUTSIDE, RAISED = "outside its bound", "the function failed"
 
@@ -119,7 +119,7 @@ def search(
     cases = attention_inputs(
         dtypes=[dtype], tiles=Tiles(block, block, 4), features=features,
         head_dims=HEAD_DIMS if head_dims is None else head_dims, square=square, grouped=grouped,
-        multiple=multiple, empty=empty, regimes=MOSTLY_NORMAL,
+        multiple=multiple, empty=empty, regimes=VALUE_KINDS,
     )  # fmt: skip
     found = Search()
     smallest: tuple[Any, ...] = ()

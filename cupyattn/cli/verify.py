@@ -364,7 +364,7 @@ def _write(path: Path, o: Any, lse: Any) -> None:
         if not disk_cache.make_folder(path.parent):
             return
         with replacing(path) as file:
-            disk_cache.own_alone(file)
+            disk_cache.open_private(file)
             np.savez(file, o=o, lse=lse)
     except OSError as error:
         folder, why = (measure_words.printable(str(x)) for x in (path.parent, error))

@@ -169,13 +169,13 @@ def write(key: str, payload: bytes) -> None:
         if not make_folder(folder):
             return
         with replacing(folder / f"{key}.bin") as file:
-            own_alone(file)
+            open_private(file)
             file.write(_MAGIC + _checksum(key, payload) + payload)
     except OSError as error:
         warn_once(folder, f"cannot keep compiled kernels in {folder}: {error}")
 
 
-def own_alone(file: BinaryIO) -> None:
+def open_private(file: BinaryIO) -> None:
     """Allow only this user to write to a new file, whatever the umask is."""
     if hasattr(os, "fchmod"):
         os.fchmod(file.fileno(), stat.S_IMODE(os.fstat(file.fileno()).st_mode) & ~0o022)

@@ -25,7 +25,7 @@ from cupyattn.compiler.disk_cache import (
     cache_folder,
     make_folder,
     open_own,
-    own_alone,
+    open_private,
     warn_once,
     why_unused,
 )
@@ -124,7 +124,7 @@ def store(size: int | None) -> None:
     if not make_folder(folder):
         raise OSError(f"{str(folder)!r} is not used: {why_unused(folder)}")
     with replacing(folder / _FILE) as file:
-        own_alone(file)
+        open_private(file)
         file.write(b"none" if size is None else b"%d" % size)
 
 

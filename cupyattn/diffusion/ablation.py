@@ -17,7 +17,7 @@ from cupyattn.measure.words import align, format_ratio, format_seconds
 from cupyattn.ops.attention import attention
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.settings import check_attention
 from cupyattn.quant.choices import CHOICES
@@ -147,7 +147,7 @@ class Ablation:
         return {"problem": sizes, "rows": self.rows}
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def ablate(
     q: Any,
     k: Any,

@@ -26,7 +26,7 @@ from cupyattn.diffusion.arguments import (
     needs_head_dim,
     warn_without_effect,
 )
-from cupyattn.diffusion.kept_keys import KeptKeys, wants_key_sums
+from cupyattn.diffusion.kept_keys import KeptKeys, needs_key_sums
 from cupyattn.diffusion.policy import PrecisionPolicy, as_policy, check_mode
 from cupyattn.diffusion.products import product
 from cupyattn.diffusion.scales import StepScales
@@ -38,10 +38,10 @@ from cupyattn.kernels import ladder, limits
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import attention
 from cupyattn.problem import checks
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.config import QuantConfig
-from cupyattn.runtime.scratch import Memory, saying_what_is_needed
+from cupyattn.runtime.scratch import Memory, explaining_memory_errors
 
 #: Query rows of a warp come in multiples of this, the rows of an mma.
 ROWS_OF_WARP = 16
@@ -154,7 +154,7 @@ class Int8Attention:
     """
 
     @needs_head_dim
-    @points_to_our_names
+    @explains_foreign_arguments
     def __init__(
         self,
         num_heads: int,
@@ -297,7 +297,7 @@ class Int8Attention:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    @points_to_our_names
+    @explains_foreign_arguments
     def __call__(
         self,
         q: Any,
@@ -371,7 +371,7 @@ class Int8Attention:
                 return result
             return result, restore(self._all_kept(q, k) if kept is None else kept)
 
-    @points_to_our_names
+    @explains_foreign_arguments
     def fused_cfg(
         self,
         q_cond: Any,
@@ -451,7 +451,7 @@ class Int8Attention:
     ) -> tuple[Array, Array, Array | None]:
         """Run two branches against the same keys and values; return both, and the kept keys."""
         copy = {"q of both branches": guidance.BRANCHES * q_cond.nbytes}
-        with saying_what_is_needed(Memory("fused_cfg", copy), on_device=is_cupy(q_cond)):
+        with explaining_memory_errors(Memory("fused_cfg", copy), on_device=is_cupy(q_cond)):
             q = guidance.stack_queries(q_cond, q_uncond)
         mask = extras["mask"]
         if mask is not None and mask.ndim >= 3:
@@ -530,8 +530,8 @@ class Int8Attention:
         backend = self._where["backend"]
         needed = pruning.bytes_needed(q, k, v, settings.pruning_rows, backend)
         in_codes = (settings.mode or self.mode_at(step)) != "precision"
-        key_sums = wants_key_sums(self.quant if in_codes else None, backend, k, v)
-        with saying_what_is_needed(Memory("token pruning", needed), on_device=is_cupy(k)):
+        key_sums = needs_key_sums(self.quant if in_codes else None, backend, k, v)
+        with explaining_memory_errors(Memory("token pruning", needed), on_device=is_cupy(k)):
             importance, sums = pruning.weigh_keys(
                 q, k, scale=self._scale, rows=settings.pruning_rows, key_sums=key_sums,
                 **self._where,

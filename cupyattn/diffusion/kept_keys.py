@@ -11,10 +11,10 @@ from cupyattn.diffusion import pruning
 from cupyattn.ops.attention import attention
 from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.quant.config import QuantConfig
-from cupyattn.runtime.scratch import Memory, saying_what_is_needed
+from cupyattn.runtime.scratch import Memory, explaining_memory_errors
 
 
-def wants_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
+def needs_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: Array) -> bool:
     """Whether the kernel that weighs keys should also sum them.
 
     They are if kept keys become codes in place. Smoothing may subtract any vector, and the mean of
@@ -67,7 +67,7 @@ class KeptKeys:
         """Run `cupyattn.attention` of q to them, with options of it."""
         k, v, choice = self._k, self._v, (self._importance, self._count)
         needed = Memory("token pruning", self._needed)
-        where = saying_what_is_needed(needed, on_device=is_cupy(k))
+        where = explaining_memory_errors(needed, on_device=is_cupy(k))
         options |= {"variant": variant, "backend": backend}
         codes = variant == "fa_int8" and not quant.fused
         if codes and pruning.quantises_in_place(backend, k, v, self._count):

@@ -23,13 +23,13 @@ from cupyattn.gradients.exact import Gradients, coarse_rows
 from cupyattn.ops.part_sums import added_sums, all_keys_sums
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.backward_form import check_backward
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import one_entry
 from cupyattn.problem.settings import Settings, ShardedGradientOptions, Unpack, takes_options
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def parallel_attention_backward(
     d_out: Any,
@@ -109,7 +109,7 @@ def parallel_attention_backward(
     return run_backward_of("parallel_attention_backward", asked, group, arrays)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def parallel_attention_varlen_backward(
     d_out: Any,

@@ -46,7 +46,7 @@ class TravellingCodes:
         self._call, self._calls, self._q, self._k, self._v = call, calls, q, k, v
         self._scores = scores
         self._of_rows: dict[Range, QuantizedQKV] = {}
-        self._template = calls.codes_of_nothing(q, k, v)
+        self._template = calls.empty_codes(q, k, v)
         self._names = [name for name in _AXES if getattr(self._template, name) is not None]
         keys = call.keys[call.circle.index(call.group.rank)]
         #: Arrays that this rank contributes, one range of keys after another.

@@ -283,7 +283,7 @@ class Group(abc.ABC):
         for peer, array, outer in (*sends, *receives):
             if not 0 <= peer < self.size:
                 raise ValueError(f"rank {self.rank} of {self.size} sends nothing to rank {peer}")
-            if not _lies_together(array, outer):
+            if not _is_contiguous_inside(array, outer):
                 raise ValueError(
                     f"only contiguous arrays travel, got strides {array.strides} with {outer} outer"
                 )
@@ -441,7 +441,7 @@ class _OfHost:
             array[...] = np.frombuffer(raw, array.dtype).reshape(array.shape)
 
 
-def _lies_together(array: Any, outer: int) -> bool:
+def _is_contiguous_inside(array: Any, outer: int) -> bool:
     """Whether the elements at each index of the outer axes are contiguous."""
     if not array.size:
         return True

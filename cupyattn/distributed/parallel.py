@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.interchange import as_it_is, imported
+from cupyattn.arrays.interchange import imported, unchanged
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, agree
@@ -14,11 +14,11 @@ from cupyattn.distributed.backward import run_backward_of
 from cupyattn.distributed.forward import compute
 from cupyattn.distributed.group import Group
 from cupyattn.distributed.rank_calls import NO_SCORES, Scores
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.settings import Settings, ShardedOptions, Unpack, takes_options
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def parallel_attention(
     q: Any,
@@ -110,7 +110,7 @@ def parallel_attention(
     return _run("parallel_attention", asked, group, {"q": q, "k": k, "v": v})
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def parallel_attention_varlen(
     q: Any,
@@ -247,5 +247,5 @@ def _as_arrays(arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[
     try:
         own, as_given = imported({name: arrays[name] for name in "qkv"})
     except TypeError:  # which checks of the call say again, to all ranks
-        return arrays, as_it_is
+        return arrays, unchanged
     return {**arrays, **own}, as_given

@@ -92,7 +92,7 @@ class Calls:
             some = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
             yield rows, *_forward(settings, *some, offsets, scores.cut([rows], [keys]))
 
-    def codes_of_nothing(self, q: Any, k: Any, v: Any) -> QuantizedQKV:
+    def empty_codes(self, q: Any, k: Any, v: Any) -> QuantizedQKV:
         """Return the codes of no rows and no keys, made once: only their shapes are read."""
         if not self._codes_of_nothing:
             none = (x[:, :, :0] for x in (q, k, v))

@@ -68,7 +68,8 @@ class TcpServer:
         self.board = Board(size)
         self._secret, self._limits = secret, limits or Limits()
         self._leaving: set[int] = set()  # ranks that have announced it
-        self._gone: set[int] = set()  # ranks that were answered, or whose connection closed
+        #: Ranks that were answered, or whose connection closed.
+        self._answered_or_closed: set[int] = set()
         self._joined: set[tuple[int, int]] = set()  # ranks and uses of connections, never twice
         self._joining: dict[socket.socket, None] = {}  # in the order in which they came
         #: Logs each warning once.
@@ -87,7 +88,7 @@ class TcpServer:
         atexit.unregister(self.close)
         with self._changed:
             others = set(range(1, self.board.size))
-            self._changed.wait_for(lambda: others <= self._gone, timeout)
+            self._changed.wait_for(lambda: others <= self._answered_or_closed, timeout)
         _shut(self._listener)  # ends the accept of the other thread
         self._listener.close()
 
@@ -96,7 +97,7 @@ class TcpServer:
         if failure is not None and rank not in self._leaving:
             self.board.fail(rank, failure)
         with self._changed:
-            self._gone.add(rank)
+            self._answered_or_closed.add(rank)
             self._changed.notify_all()
 
     # ---- joining ---------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from cupyattn.errors import RankError, UnsupportedError, shown
 #: Seconds between two looks for ranks that have failed, while arrays are waited for.
 WATCH = 0.02
 #: Seconds that a process which ends after a failure gives to a wait of gloo's that nothing ends.
-LINGER = 2.0
+ABANDONED_WAIT_SECONDS = 2.0
 #: Tags of messages on hosts: so many of each group in turn, and of so many groups. Those below are
 #: the caller's, and gloo's tags have 31 bits.
 _TAGS, _GROUPS = 2**20, 2**11 - 1
@@ -233,7 +233,7 @@ class _OnHost:
                 group.store.check()
             except RankError:
                 # NOTE: a thread that leaves C++ while the interpreter ends aborts the process.
-                atexit.register(thread.join, LINGER)
+                atexit.register(thread.join, ABANDONED_WAIT_SECONDS)
                 raise
         thread.join()
         for peer, said in trouble:

@@ -96,16 +96,16 @@ def check_found(
         if not any(map(pattern.search, names)):
             raise ValueError(
                 f"{pattern.pattern!r} of {name} is found in the name of no {kind}, there are "
-                f"{some_of(names)}: correct it, or leave it out"
+                f"{first_names(names)}: correct it, or leave it out"
             )
 
 
-def some_of(names: Collection[str]) -> str:
+def first_names(names: Collection[str]) -> str:
     """Return the first names, for a message.
 
     Examples
     --------
-    >>> some_of(["a", "b", "c", "d"]), some_of([])
+    >>> first_names(["a", "b", "c", "d"]), first_names([])
     ('a, b, c, ...', 'none')
     """
     return (", ".join(map(printable, [*names][:3])) or "none") + (", ..." if len(names) > 3 else "")

@@ -120,7 +120,7 @@ class Product:
     counts: bool  # whether D starts from what the accumulators hold
     granules: list[Ints]  # what it reads of shared memory, operand by operand
 
-    def happen(self, machine: Machine, lanes: Lanes) -> None:
+    def compute(self, machine: Machine, lanes: Lanes) -> None:
         """Compute D."""
         form, warps = self.form, np.arange(GROUP) + self.first_warp
         if isinstance(form.a, Shared) and self.a is not None:
@@ -305,7 +305,7 @@ class Warpgroups:
             own = slice(warp * WARP, (warp + GROUP) * WARP)
             mask = np.zeros(machine.size, np.bool_)
             mask[own] = True
-            product.happen(machine, lanes.where(mask))
+            product.compute(machine, lanes.where(mask))
             self._held[self._forms[product.form].rows, own] -= 1
             # One lane speaks for each warp: all of them wait here.
             speakers = machine.lane[own][::WARP]

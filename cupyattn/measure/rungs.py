@@ -30,7 +30,7 @@ from cupyattn.ops.attention import attention, resolved
 from cupyattn.ops.explain import kernel_form
 from cupyattn.ops.quantize import quantize
 from cupyattn.plans.stages import stages
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.settings import check_attention
 from cupyattn.quant.config import QuantConfig
@@ -248,7 +248,7 @@ class Ladder:
         }
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def ladder(
     q: Any,
     k: Any,

@@ -81,7 +81,7 @@ def act_quant(
     return codes, scales
 
 
-def act_quant_but(
+def act_quant_except(
     x: Array, columns: Array, place: Array, dtype: str, *, backend: str | None = None
 ) -> tuple[Array, Array, Array]:
     """Quantise activations, except some columns, which are kept in 16 bits.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cupyattn.arrays.interchange import as_it_is, imported
+from cupyattn.arrays.interchange import imported, unchanged
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.call_operands import arguments_of, named
 from cupyattn.ops.operation import Operation, problem_of, run
@@ -14,7 +14,7 @@ from cupyattn.plans.records import Work
 from cupyattn.plans.stages import stages
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.resolve import resolve
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import (
@@ -31,7 +31,7 @@ from cupyattn.quant.quantized import QuantizedQKV
 from cupyattn.reference.problem import run_mirror
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def attention(
     q: Any,
     k: Any = None,
@@ -196,7 +196,7 @@ def attention(
     return run_attention(settings, arrays)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def attention_varlen(
     q: Any,
     k: Any = None,
@@ -339,7 +339,7 @@ def run_attention(settings: Settings, given: Mapping[str, Any]) -> Any:
         As `cupyattn.problem.settings.parse` tells them apart.
     """
     q, (asked, arrays, facts) = given["q"], arguments_of(settings, given)
-    as_given = q.as_given if isinstance(q, QuantizedQKV) else as_it_is
+    as_given = q.as_given if isinstance(q, QuantizedQKV) else unchanged
     return run(ATTENTION, asked, arrays, facts, as_given)
 
 
@@ -401,7 +401,7 @@ def described(settings: Settings, given: Mapping[str, Any]) -> AttentionProblem:
     return problem
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def plan(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> Prepared:
     """Prepare a call of `attention` once, to run it many times.

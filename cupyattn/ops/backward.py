@@ -28,7 +28,7 @@ from cupyattn.problem.backward_form import (
     settle_backward,
 )
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import EPS
@@ -36,7 +36,7 @@ from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, pars
 from cupyattn.quant.quantized import QuantizedQKV
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def attention_backward(
     d_out: Any,
     q: Any,
@@ -151,7 +151,7 @@ def attention_backward(
     return run_backward(BackwardSettings(settings, deterministic, grad_bias=grad_bias), arrays)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def attention_varlen_backward(
     d_out: Any,
     q: Any,

@@ -9,11 +9,11 @@ from cupyattn.ops.attention import ATTENTION, resolved
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
 from cupyattn.problem.attention import AttentionProblem
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.settings import CallOptions, Unpack, takes_options
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> str:
     """Say what `attention` would do with the same arguments, without doing it.
@@ -102,7 +102,7 @@ def plans(problem: AttentionProblem) -> list[Plan]:
     return ATTENTION.plan(problem).plans
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def kernel_form(
     q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
@@ -142,7 +142,7 @@ def kernel_form(
     return {"form": kernel.form, "tiles": kernel.tiles}
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
     """Say what `attention_backward` would do with the same arguments, without doing it.
 

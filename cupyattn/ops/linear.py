@@ -17,7 +17,7 @@ from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import check_backend, choose
 from cupyattn.errors import UnsupportedError, shown
-from cupyattn.ops.act_quant import act_quant, act_quant_but, places
+from cupyattn.ops.act_quant import act_quant, act_quant_except, places
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.layers import LayersSettings, interpret_layer, rotation_before
 from cupyattn.ops.norm_quant import norm_quant
@@ -296,7 +296,7 @@ class Int8Linear:
             (codes, scales), outliers = act_quant(rows, strategy=self.strategy), None
         else:
             place, dtype = places(kept, of_w.shape[1]), outlier_weight.dtype.name
-            codes, scales, of_x = act_quant_but(rows, kept, place, dtype)
+            codes, scales, of_x = act_quant_except(rows, kept, place, dtype)
             outliers = of_x, outlier_weight
         if residual is not None:
             residual = residual.reshape(-1, columns)
@@ -420,7 +420,7 @@ def quantised_product(
     else:
         columns, place, weight = outliers
         dtype = weight.dtype.name
-        codes_x, scales_x, kept_x = act_quant_but(x, columns, place, dtype, backend=backend)
+        codes_x, scales_x, kept_x = act_quant_except(x, columns, place, dtype, backend=backend)
         kept = kept_x, weight
     return int8_gemm(
         codes_x, scales_x, codes, scales, out_dtype, outliers=kept, backend=backend, **options

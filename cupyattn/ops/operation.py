@@ -13,12 +13,12 @@ import numpy as np
 from cupyattn.arrays import memory
 from cupyattn.arrays.described import Described, describe, meetings
 from cupyattn.arrays.form import forms_of
-from cupyattn.arrays.interchange import as_it_is, imported, is_cupy
+from cupyattn.arrays.interchange import imported, is_cupy, unchanged
 from cupyattn.plans.records import Work
 from cupyattn.runtime import origins
 from cupyattn.runtime.ready import Ready, Receiver
 from cupyattn.runtime.recent import CALLS
-from cupyattn.runtime.scratch import Memory, saying_what_is_needed
+from cupyattn.runtime.scratch import Memory, explaining_memory_errors
 
 _log = logging.getLogger("cupyattn")
 
@@ -110,7 +110,7 @@ def run(
     settings: Any,
     arrays: Mapping[str, Any],
     facts: tuple[Any, ...] | None = (),
-    as_given: Callable[[Any], Any] = as_it_is,
+    as_given: Callable[[Any], Any] = unchanged,
     library: Library = ARRAYS,
 ) -> Any:
     """Run a call: recall it, or resolve, plan, run and remember it.
@@ -134,7 +134,7 @@ def run(
     forms, addresses = library.forms_of(arrays)
     if forms is None:
         arrays, own_way = library.imported(arrays)
-        as_given = own_way if as_given is as_it_is else as_given
+        as_given = own_way if as_given is unchanged else as_given
         library = ARRAYS
         forms, addresses = library.forms_of(arrays)
     key, ready = None, None
@@ -147,7 +147,7 @@ def run(
         with library.on_device_of(arrays[problem.like]):
             results = _run_new(operation, problem, arrays, addresses, key, library)
         known = problem.facts
-    if as_given is not as_it_is:
+    if as_given is not unchanged:
         results = {name: as_given(result) for name, result in results.items()}
     return operation.restore(known, given, results)
 
@@ -213,12 +213,12 @@ def _run_on_host(
     operation: Operation, problem: Any, bound: Mapping[str, Any]
 ) -> dict[str, Any]:
     if problem.backend == "mirror":
-        with saying_what_is_needed(needed(problem, None), on_device=False):
+        with explaining_memory_errors(needed(problem, None), on_device=False):
             return operation.mirror(problem, bound)
     work = operation.plan(problem)
     if problem.long_run:
         _log.warning("%s", problem.long_run)
-    with saying_what_is_needed(needed(problem, work), on_device=False):
+    with explaining_memory_errors(needed(problem, work), on_device=False):
         return interpret(problem, work, bound)
 
 
@@ -229,7 +229,7 @@ def needed(problem: Any, work: Work | None) -> Memory:
         for name, result in problem.results.items()
     }
     sizes |= {one.name: one.nbytes for one in (work.workspace if work else ())}
-    fused = work is not None and problem.needs_none_fused(work)
+    fused = work is not None and problem.fused_form_needs_no_scratch(work)
     return Memory(problem.what, sizes, fused)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.form import forms_of, said
-from cupyattn.arrays.interchange import as_it_is, imported
+from cupyattn.arrays.interchange import imported, unchanged
 from cupyattn.ops.call_operands import arguments_of
 from cupyattn.ops.operation import Operation, make_ready, problem_of, run_on_host
 from cupyattn.plans.records import Plan
@@ -116,7 +116,7 @@ class Prepared:
         replaced = _replaced(others) if others else others
         arrays = {"q": q, "k": k, "v": v}
         if self._codes is not None and isinstance(q, QuantizedQKV):
-            same = q.facts == self._codes and q.as_given is as_it_is
+            same = q.facts == self._codes and q.as_given is unchanged
             arrays = q.buffers if same and k is v is None else {}
         arrays |= {**self._beside, **replaced}
         if out is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described, check_together
-from cupyattn.arrays.interchange import as_it_is, imported, is_cupy, operand, take
+from cupyattn.arrays.interchange import imported, is_cupy, operand, take, unchanged
 from cupyattn.arrays.kinds import PLAIN, Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
 from cupyattn.compiler.target import choose
@@ -30,8 +30,8 @@ from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.plans.quantize import plan_quantize
 from cupyattn.plans.records import Work
 from cupyattn.problem import checks
-from cupyattn.problem.borrowed_names import points_to_our_names
-from cupyattn.problem.problem import Look, Problem
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
+from cupyattn.problem.problem import Problem, ValueCheck
 from cupyattn.problem.row_preparation import BUFFERS_OF, EPS, Preparation
 from cupyattn.problem.sequences import (
     SEQUENCES,
@@ -48,7 +48,7 @@ from cupyattn.quant.static_scales import (
 from cupyattn.reference.quantize import _quantize_sequences, quantize_mirror, value_operand
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def quantize(
     q: Array,
     k: Array,
@@ -136,7 +136,7 @@ def quantize(
         qk_norm_eps,
     )  # fmt: skip
     arrays = named(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    as_given: Callable[[Any], Any] = as_it_is
+    as_given: Callable[[Any], Any] = unchanged
     for option, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             arrays |= pair_of(option, pair)
@@ -156,7 +156,7 @@ def quantize(
         found = found.with_facts(prepared=prepared)
     if quant is not None and static:
         found = found.with_facts(config=quant)
-    return found if as_given is as_it_is else found.with_facts(as_given=as_given)
+    return found if as_given is unchanged else found.with_facts(as_given=as_given)
 
 
 def check_described(
@@ -226,7 +226,7 @@ def _rebuilt(state: dict[str, Any]) -> QuantizedQKV:
 copyreg.pickle(QuantizedQKV, lambda record: (_rebuilt, (vars(record),)))
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def quantize_kv(
     k: Array,
     v: Array,
@@ -337,7 +337,7 @@ class _Quantize(Operation):
         checks.check_one_dtype(**rows)
         quant = settings.quant or QuantConfig()
         sequences: Sequences | None = None
-        looks: tuple[Look, ...] = ()
+        looks: tuple[ValueCheck, ...] = ()
         if "cu_seqlens_q" in arrays or "cu_seqlens_k" in arrays:
             check_packed_quant(quant)
             rows = {name: one_entry(name, x).swapaxes(1, 2) for name, x in rows.items()}

@@ -156,12 +156,12 @@ def plan_backward(
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
     if kernel.on_hopper:
-        fed = kernels
+        with_maps = kernels
         if at.mask is not None:
             packed = plan_transposed_mask(call, at.mask, keys_tiles)
             launches, workspace = (*launches, *packed.passes), [*workspace, *packed.workspace]
-            fed = kernels.masked(*packed.structs)
-        keys = queries = fed.fed({
+            with_maps = kernels.masked(*packed.structs)
+        keys = queries = with_maps.with_maps({
             "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
             "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
         })  # fmt: skip
@@ -249,7 +249,7 @@ class _Kernels:
         structs = call, (struct, grad | {name: name for name in buffers})
         return replace(self, structs=structs, option="CFG_PART_SUMS")
 
-    def fed(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
+    def with_maps(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
         """Return the Hopper kernels, with copies of so many rows of each operand."""
         call, grad = self.structs
         dtype = self.features.dtype

@@ -43,7 +43,7 @@ class NormQuantFeatures:
     norm : {None, "layer", "rms"}
     weight, modulation : {"", "float16", "bfloat16", "float32"}
         Storage types of weight and bias, and of scale and shift; "": there are none.
-    by_eight : bool
+    in_vectors_of_eight : bool
         Whether eight numbers of those lie aligned.
     activation : str
         "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
@@ -56,7 +56,7 @@ class NormQuantFeatures:
     norm: str | None = None
     weight: str = ""
     modulation: str = ""
-    by_eight: bool = True
+    in_vectors_of_eight: bool = True
     activation: str = ""
     rotate: int = 0
     strategy: str = "channel"
@@ -77,7 +77,7 @@ class NormQuantFeatures:
             "CFG_NORM": NORMS.index(self.norm),
             "CFG_WEIGHT": 1 + DTYPES.index(self.weight) if self.weight else 0,
             "CFG_MODULATION": 1 + DTYPES.index(self.modulation) if self.modulation else 0,
-            "CFG_BY_EIGHT": int(self.by_eight),
+            "CFG_BY_EIGHT": int(self.in_vectors_of_eight),
             "CFG_ACTIVATION": ACTIVATIONS.index(GLU.get(self.activation, self.activation)),
             "CFG_ROTATE": self.rotate,
             "CFG_BY_ROW": int(self.strategy == "channel"),

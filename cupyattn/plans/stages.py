@@ -54,7 +54,7 @@ def _unpacking_stages(z: Any) -> Work:
 def _preparing_stages(problem: AttentionProblem) -> Work:
     """Plan a rung that takes operands prepared already: a pass for each of Q and K, then that."""
     call, hows = problem.call, prepares_of(problem.preparation)
-    operands = {name: problem.given_places[name] for name in "qk"}
+    operands = {name: problem.operand_layouts[name] for name in "qk"}
     passes = tuple(
         Stage(
             plan_preparation(x, call.dtype, hows[name], packed_lengths(call, name)),
@@ -80,7 +80,7 @@ def _quantising_stages(problem: AttentionProblem) -> Work:
     quant, tiles, call = problem.quant, problem.scale_tiles, problem.attended
     if quant.fused:
         return Work((Stage(attention.plan_attention(problem.kernel, problem.places)),))
-    given = problem.given_places
+    given = problem.operand_layouts
     packed = {name: packed_lengths(call, name) for name in given}
     lengths = call.lengths_in
     padded = None if call.padded is None else {**lengths, "v": lengths["k"]}

@@ -123,7 +123,7 @@ class AttentionProblem(Problem):
             "place, which does not read the kernel"
         )
 
-    def needs_none_fused(self, work: Any) -> bool:
+    def fused_form_needs_no_scratch(self, work: Any) -> bool:
         """Whether the fused form of the rung would avoid the scratch memory of this form."""
         quant, (*passes, last) = self.settings.quant, work.plans
         codes = any(plan.variant == "quantize" for plan in passes)
@@ -186,7 +186,7 @@ class AttentionProblem(Problem):
         return self.settings.tiles or scale_tiles(self.variant, head_dim, self.quant, arch)
 
     @functools.cached_property
-    def given_places(self) -> dict[str, Operand]:
+    def operand_layouts(self) -> dict[str, Operand]:
         """Layouts of q, k and v."""
         return places_of(self.rows)
 
@@ -194,7 +194,7 @@ class AttentionProblem(Problem):
     def places(self) -> Operands:
         """Layouts of the kernel's operands: the caller's arrays, or arrays made from them."""
         call, z = self.call, self.quantized
-        q, k, v = self.given_places.values()
+        q, k, v = self.operand_layouts.values()
         if z is not None:
             if z.has_nibbles:
                 q, k = (code_rows(replace(x, shape=(*x.shape[:3], z.head_dim))) for x in (q, k))

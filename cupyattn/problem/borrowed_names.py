@@ -275,7 +275,7 @@ def instead_of(name: str, function: str, taken: tuple[str, ...] | None = None) -
     return f"{said}, to attention: {function} takes no {' or '.join(ours)}"
 
 
-def points_to_our_names(function: Callable[P, R]) -> Callable[P, R]:
+def explains_foreign_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Make arguments that only other libraries have raise UnsupportedError with advice."""
 
     @functools.wraps(function)

@@ -136,10 +136,10 @@ def stacking_pays(call: AttentionSpec) -> bool:
     """Whether enough rows share a key head, and all may attend to nearly all keys."""
     narrow = call.window or (call.causal and call.len_q + call.causal_shift < call.len_kv)
     rows = shared_rows(call.heads, call.heads_kv, call.len_q)
-    return heads_of_one(call) > 1 and rows >= LEAST_STACKED_ROWS and not narrow
+    return query_heads_per_key_head(call) > 1 and rows >= LEAST_STACKED_ROWS and not narrow
 
 
-def heads_of_one(call: AttentionSpec) -> int:
+def query_heads_per_key_head(call: AttentionSpec) -> int:
     """Return how many query heads share a key head."""
     return call.heads // max(1, call.heads_kv)
 
@@ -166,7 +166,7 @@ def can_be_stacked(operands: Operands) -> bool:
 
 def stacked_operands(call: AttentionSpec, operands: Operands) -> Operands:
     """Return the operands of a call with heads of q and o stacked, if that is possible."""
-    group, shape = heads_of_one(call), stacked_call(call).score_shape
+    group, shape = query_heads_per_key_head(call), stacked_call(call).score_shape
     scores: dict[str, Operand] = {}
     for name in ("mask", "bias"):
         x: Operand | None = getattr(operands, name)
@@ -187,4 +187,5 @@ def _stacked(x: Operand, group: int) -> Operand:
 
 def describe_stacking(call: AttentionSpec) -> str:
     """Say how many heads are stacked."""
-    return f"{heads_of_one(call)} query heads share each key head, stacked as rows of one"
+    count = query_heads_per_key_head(call)
+    return f"{count} query heads share each key head, stacked as rows of one"

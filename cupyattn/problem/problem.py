@@ -19,7 +19,7 @@ class Result(NamedTuple):
     fill: Any = None
 
 
-class Look(NamedTuple):
+class ValueCheck(NamedTuple):
     """A check of the values of arrays before a launch; it raises if it refuses them.
 
     Parameters
@@ -68,7 +68,7 @@ class Problem:
     operands: Mapping[str, Described] = field(hash=False)
     results: Mapping[str, Result] = field(hash=False)
     received: Mapping[str, Described] = field(default_factory=dict, hash=False)
-    looks: tuple[Look, ...] = ()
+    looks: tuple[ValueCheck, ...] = ()
     facts: Any = field(default=None, hash=False)
     settled: Any = field(default=None, hash=False)
 
@@ -96,6 +96,6 @@ class Problem:
         """The warning before a long run in the interpreter; "" if none is due."""
         return ""
 
-    def needs_none_fused(self, work: Any) -> bool:
+    def fused_form_needs_no_scratch(self, work: Any) -> bool:
         """Whether another form of the rung would avoid the scratch memory of this form."""
         return False

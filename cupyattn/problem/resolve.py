@@ -17,7 +17,7 @@ from cupyattn.problem import checks, choose
 from cupyattn.problem.attention import AttentionProblem, results_of
 from cupyattn.problem.block_mask import Blocks
 from cupyattn.problem.checks import AttentionSpec
-from cupyattn.problem.problem import Look
+from cupyattn.problem.problem import ValueCheck
 from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
 from cupyattn.problem.sequences import (
     LENGTHS,
@@ -29,7 +29,7 @@ from cupyattn.problem.sequences import (
     one_entry,
 )
 from cupyattn.problem.settings import Asked, Settings, check_settings
-from cupyattn.problem.support import BIAS_ALIGNMENT, is_in_reach
+from cupyattn.problem.support import BIAS_ALIGNMENT, can_copy_bias
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
@@ -75,7 +75,7 @@ def _with_bias_in_reach(
     if "bias" not in arrays or problem.architecture != "sm_90a" or problem.call.bias == "float32":
         return problem
     place = problem.operands["bias"].place
-    if place.steps[-1] == 0 or is_in_reach(place):
+    if place.steps[-1] == 0 or can_copy_bias(place):
         return problem
     padded = arrays["bias"].with_padded_rows(BIAS_ALIGNMENT)
     operands = {**problem.operands, "bias": padded.broadcast_to(problem.call.score_shape)}
@@ -101,7 +101,7 @@ def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
     q, k, v = rows.values()
     sizes = limits.check_shapes(q.shape, k.shape, v.shape, given)
     sequences: Sequences | None = None
-    looks: tuple[Look, ...] = ()
+    looks: tuple[ValueCheck, ...] = ()
     if packed:
         sequences, looks = describe_sequences(
             q, sizes[3:5], arrays, (settings.max_len_q, settings.max_len_k),
@@ -145,7 +145,7 @@ def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
     if settings.check_finite:
         counts = {name: operands.get(LENGTHS_OF[name]) for name in rows}
         looks += tuple(
-            Look(check_finite, (x,) if (count := counts[name]) is None else (x, count), (name,))
+            ValueCheck(check_finite, (x,) if counts[name] is None else (x, counts[name]), (name,))
             for name, x in rows.items()
         )
     received = _received(call, settings.layout, q, arrays)

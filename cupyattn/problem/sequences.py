@@ -12,7 +12,7 @@ import numpy as np
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import on_host
 from cupyattn.kernels import limits
-from cupyattn.problem.problem import Look
+from cupyattn.problem.problem import ValueCheck
 
 #: Operands with the offsets of packed sequences.
 SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k")
@@ -103,7 +103,7 @@ def describe_sequences(
     most: tuple[Any, Any],
     *,
     look: bool = False,
-) -> tuple[Sequences, tuple[Look, ...]]:
+) -> tuple[Sequences, tuple[ValueCheck, ...]]:
     """Return a caller's sequences on the device of an operand, and checks to run before a launch.
 
     Parameters
@@ -137,7 +137,7 @@ def describe_sequences(
         check_offsets(cu_seqlens, given)
         offsets[cu_seqlens] = given.whole().cast(np.int32).beside(q)
         if look or given.device < 0:
-            looks.append(Look(_check_values, (given,), (name, total, limit[max_len])))
+            looks.append(ValueCheck(_check_values, (given,), (name, total, limit[max_len])))
     counts = {n: x.shape[0] - 1 for n, x in offsets.items()}
     if len(set(counts.values())) != 1:
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must be of one length, got {counts}")

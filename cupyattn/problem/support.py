@@ -33,7 +33,7 @@ from cupyattn.problem.operands import (
 #: not overflow float32.
 LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
 #: The largest head_dim for which both fit in the shared memory of fa_tc.
-MOST_MASKED_BIAS = 192
+MAX_HEAD_DIM_MASK_AND_BIAS = 192
 LOG2E = math.log2(math.e)
 #: Code that allocates a bias for the copy engine.
 PADDED_BIAS = "allocate len_kv rounded up to 8 and give the slice [..., :len_kv]"
@@ -315,8 +315,8 @@ def _of_scores(offer: Offer, bias: Operand | None) -> str:
         return f"takes {what} from 2**-10 to 2**14, got {cap:g}"
     if bias is None:
         return ""
-    if call.mask and not coded and call.head_dim > MOST_MASKED_BIAS:
-        most = MOST_MASKED_BIAS
+    if call.mask and not coded and call.head_dim > MAX_HEAD_DIM_MASK_AND_BIAS:
+        most = MAX_HEAD_DIM_MASK_AND_BIAS
         return f"takes mask and bias together up to head_dim {most}, got {call.head_dim}"
     if not coded and not 1 / MOST_CAP <= call.scale <= MOST_CAP:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
@@ -324,7 +324,7 @@ def _of_scores(offer: Offer, bias: Operand | None) -> str:
         return ""
     if call.bias == "float32":
         return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
-    if not is_in_reach(bias):
+    if not can_copy_bias(bias):
         steps = tuple(s * bias.itemsize for s in bias.steps)
         return (
             "copies a bias whose keys are contiguous, and whose address and strides are positive "
@@ -334,7 +334,7 @@ def _of_scores(offer: Offer, bias: Operand | None) -> str:
     return ""
 
 
-def is_in_reach(bias: Operand) -> bool:
+def can_copy_bias(bias: Operand) -> bool:
     """Whether the copy engine can move a bias that has a number for every key."""
     *rows, key = bias.steps
     odd = any(s < 0 or s * bias.itemsize % BIAS_ALIGNMENT for s in rows)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.arrays import memory
 from cupyattn.arrays.described import Described
-from cupyattn.arrays.interchange import device_of, is_cupy, taken_or_number
+from cupyattn.arrays.interchange import device_of, is_cupy, taken_arrays
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
@@ -316,7 +316,7 @@ class QuantConfig:
             with memory.on_device_of(array):
                 own = map(_laid_out, self.scales, shapes, (array, array))
                 found = dict(zip(SCALE_BUFFERS, own, strict=True))
-                if not is_cupy(array) or memory.is_made():
+                if not is_cupy(array) or memory.wait_until_computed():
                     self._on_devices[key] = found
         return found
 
@@ -365,7 +365,7 @@ def _kept(name: str, scale: Any) -> Any:
     if isinstance(scale, Described):
         return scale
     # NOTE: copying elements at odd addresses would fault on a device, hence not at once.
-    (array,) = taken_or_number(**{f"the static {name}_scale": scale})
+    (array,) = taken_arrays(**{f"the static {name}_scale": scale})
     if not hasattr(array, "copy"):
         return array
     own = array.copy()

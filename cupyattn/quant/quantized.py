@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyattn.arrays.groups import scale_of_row, value_scale_of_key
-from cupyattn.arrays.interchange import as_it_is, operand, take, taken, taken_or_number
+from cupyattn.arrays.interchange import operand, take, taken, taken_arrays, unchanged
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.kernels import limits
 from cupyattn.kernels.features import DTYPES
@@ -141,7 +141,7 @@ class QuantizedQKV:
     max_len_k: int = 0
     prepared: tuple[str, ...] = ()
     has_queries: bool = True
-    as_given: Callable[[Any], Any] = field(default=as_it_is, repr=False)
+    as_given: Callable[[Any], Any] = field(default=unchanged, repr=False)
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:
@@ -281,7 +281,7 @@ class QuantizedQKV:
         """Return the record of arrays, or of descriptions, that were checked when it was made."""
         record = object.__new__(cls)
         given = {name: arrays.get(name) for name in BUFFERS}
-        vars(record).update(facts._asdict(), as_given=as_it_is, **given)
+        vars(record).update(facts._asdict(), as_given=unchanged, **given)
         return record
 
     def with_facts(self, **facts: Any) -> QuantizedQKV:
@@ -426,8 +426,8 @@ class QuantizedQKV:
         """
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
-        if self.as_given is not as_it_is:
-            q, k, v = map(self.as_given, self.with_facts(as_given=as_it_is).dequantize(dtype))
+        if self.as_given is not unchanged:
+            q, k, v = map(self.as_given, self.with_facts(as_given=unchanged).dequantize(dtype))
             return q, k, v
         if self.has_nibbles:
             return self.unpacked().dequantize(dtype)
@@ -556,7 +556,7 @@ class QuantizedQKV:
         """
         q_codes, as_given = take("q_codes", q_codes)
         k_codes, v, k_mean, v_mean = taken(k_codes=k_codes, v=v, k_mean=k_mean, v_mean=v_mean)
-        q_scale, k_scale, v_scale, q_zero, k_zero, v_zero = taken_or_number(
+        q_scale, k_scale, v_scale, q_zero, k_zero, v_zero = taken_arrays(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, q_zero=q_zero, k_zero=k_zero,
             v_zero=v_zero,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from cupyattn.arrays.kinds import NEG_INF, STORAGE, Array, array_namespace
 from cupyattn.kernels.numerics import UNIT_ROUNDOFF, Numerics, check_features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.attention import KernelCall, kernel_call_of
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import check_dtype, check_smoothing
 from cupyattn.problem.form import Kernel
 from cupyattn.problem.settings import TurnedOptions, Unpack, takes_options
@@ -48,7 +48,7 @@ def storage_name(q: Array, k: Array, v: Array) -> str:
     return check_dtype(q, k, v)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def attention_mirror(
     q: Array | Quantized,

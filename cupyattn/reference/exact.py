@@ -19,7 +19,7 @@ from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64, check_values
 from cupyattn.kernels.limits import check_shapes
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.row_preparation import Rope
 from cupyattn.problem.settings import MaskedOptions, TurnedOptions, Unpack, parse, takes_options
@@ -192,7 +192,7 @@ def _weighted_sum(P: Array, v: Array, admitted: Array) -> Array:
         return o + xp.where(attends @ xp.isnan(v).astype(np.float64) > 0, np.nan, 0.0)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def attention_exact(
     q: Array,

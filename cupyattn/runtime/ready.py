@@ -19,7 +19,7 @@ from cupyattn.runtime.launches import ReadyLaunch
 from cupyattn.runtime.scratch import Layout, Memory
 
 #: Selects some addresses, in its order, from the addresses of all buffers.
-Pick = Callable[[Mapping[str, int]], tuple[int, ...]]
+AddressSelector = Callable[[Mapping[str, int]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Conversion(NamedTuple):
     nbytes: int
 
 
-def picking(names: Sequence[str]) -> Pick:
+def address_selector(names: Sequence[str]) -> AddressSelector:
     """Return what takes the addresses of these buffers."""
     if len(names) > 1:
         return operator.itemgetter(*names)
@@ -87,7 +87,7 @@ def ready(plan: Runnable, arch: str | None = None) -> tuple[ReadyLaunch, ...]:
     return found
 
 
-def begin_to_compile(work: Work, arch: str | None) -> None:
+def compile_side_by_side(work: Work, arch: str | None) -> None:
     """Let the sources of work be compiled side by side, not one after the other.
 
     Parameters
@@ -192,7 +192,7 @@ class Ready:
             for one in work.workspace
             if one.cast_of and one.nbytes
         ]  # fmt: skip
-        begin_to_compile(work, arch)
+        compile_side_by_side(work, arch)
         self._launches = [
             (one, [names.get(name, name) for name in one.buffers])
             for plan, names in zip(work.plans, work.names, strict=True)
@@ -313,15 +313,15 @@ class Ready:
         return bool(self._launches) and not any(one.waits for one, _ in self._launches)
 
     @functools.cached_property
-    def _picks(self) -> list[tuple[ReadyLaunch, Pick]]:
-        return [(one, picking(names)) for one, names in self._launches]
+    def _picks(self) -> list[tuple[ReadyLaunch, AddressSelector]]:
+        return [(one, address_selector(names)) for one, names in self._launches]
 
     @functools.cached_property
-    def _pick_outer(self) -> Pick:
+    def _pick_outer(self) -> AddressSelector:
         """Selects the addresses outside of scratch memory, which identify a graph."""
         names = dict.fromkeys(name for _, some in self._launches for name in some)
         names |= dict.fromkeys(name for name, *_ in self._scratch_copies)
-        return picking([name for name in names if name not in self.layout.offsets])
+        return address_selector([name for name in names if name not in self.layout.offsets])
 
     def enqueue(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
         """Do what `launch` does, kernel by kernel."""

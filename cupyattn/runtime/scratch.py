@@ -75,7 +75,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def saying_what_is_needed(memory: Memory, *, on_device: bool) -> Iterator[None]:
+def explaining_memory_errors(memory: Memory, *, on_device: bool) -> Iterator[None]:
     """Turn a MemoryError into one that says how much is needed, and what takes most of it.
 
     Raises

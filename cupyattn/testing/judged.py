@@ -48,7 +48,7 @@ class Further:
 
 
 #: Codes alone.
-NOTHING_FURTHER = Further()
+NO_FURTHER_JUDGEMENT = Further()
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ def judge_kernel(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
-    further: Further = NOTHING_FURTHER,
+    further: Further = NO_FURTHER_JUDGEMENT,
 ) -> Report:
     """Judge the output of a kernel, such as the output of a prepared call.
 
@@ -125,7 +125,7 @@ def judge_parts(
     rows: Array | None = None,
     seed: int = 0,
     exact: Callable[..., Any] = attention_exact,
-    further: Further = NOTHING_FURTHER,
+    further: Further = NO_FURTHER_JUDGEMENT,
 ) -> list[Report]:
     """Judge outputs of one call by the first of several kernels that holds its sharp bound.
 

@@ -63,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     WATCHED.test, WATCHED.failure = item.nodeid, None
 
 
-def _around_all_others(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _outermost(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Let a hook run around the hooks that turn an expected failure into a pass."""
     with contextlib.suppress(ImportError):  # without pytest the module is looked at, and no more
         import pytest
@@ -72,7 +72,7 @@ def _around_all_others(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-@_around_all_others
+@_outermost
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:

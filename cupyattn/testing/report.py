@@ -10,7 +10,9 @@ from cupyattn.testing.functionals import FunctionalRatio
 from cupyattn.testing.signed import SignedRatio
 
 #: Words for an output without a record of its call. For example, JAX copies a kernel's output.
-NOBODY = "not known, as no record of it goes with o (a copy, or of a plan or another library)"
+UNKNOWN_ORIGIN = (
+    "not known, as no record of it goes with o (a copy, or of a plan or another library)"
+)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Report:
                 "  if the call had options, such as a mask, causal, scale or lengths, "
                 "give the judge the same"
             )
-        lines += [f"  run by: {self.ran or NOBODY}"]
+        lines += [f"  run by: {self.ran or UNKNOWN_ORIGIN}"]
         return "\n".join(lines)
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cupyattn.arrays.interchange import as_it_is, take, taken, taken_pair
+from cupyattn.arrays.interchange import take, taken, taken_pair, unchanged
 from cupyattn.arrays.kinds import Array
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import PAIRS
 from cupyattn.problem.settings import ProblemOptions, Unpack, of_arguments, takes_options
@@ -35,7 +35,7 @@ from cupyattn.testing.watching import WATCHED
 _ANY_RUNG = "unfused"
 
 
-@points_to_our_names
+@explains_foreign_arguments
 @takes_options
 def judge(
     o: Array,
@@ -154,7 +154,7 @@ def judge(
             "signed and rows are of one sequence: leave them out, or judge each sequence by itself"
         )
     if signed is not None and (quantized is not None or v is not None):
-        run, (_, restore) = signed, take("v", v) if quantized is None else (None, as_it_is)
+        run, (_, restore) = signed, take("v", v) if quantized is None else (None, unchanged)
 
         def signed(values: Any) -> Array:  # of the caller's kind and layout, torch's for example
             operand = values if quantized is not None else to_bhsd(values, layout)
@@ -222,7 +222,7 @@ def judge(
     return merged(reports, [part.entry for part in parts])
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def assert_within_bound(
     o: Array, q: Array | None, k: Array | None, v: Array | None, **options: Any
 ) -> Report:

@@ -116,7 +116,7 @@ def no_device() -> Iterator[None]:
             (runtime, "streamIsCapturing", lambda _: False),
             (cupy.cuda, "get_current_stream", lambda *_: SimpleNamespace(ptr=7)),
             (cupy, "asarray", lambda x, *_: x),
-            (ready, "begin_to_compile", launched),
+            (ready, "compile_side_by_side", launched),
             (ready, "ready", lambda *_: ()),
             (ready.Ready, "launch", launched),
         ):

@@ -85,11 +85,11 @@ def test_sums_that_are_cut_off_lie_within(kind: str, from_first: bool, seed: int
     error = np.abs(found / total - (P @ v)[0])
     rises, inverse_l = np.array([len(w) / step]), np.array([[1 / total]])
     none = np.zeros((1, CHANNELS))
-    bound = tensor_core.cut_off(P, v, none, P @ np.abs(v), rises, from_first=from_first)
+    bound = tensor_core.truncation(P, v, none, P @ np.abs(v), rises, from_first=from_first)
     if least_normal:
         n = numerics("tensor_core", "portable", "float16")
         count = np.array([(weights > 0).sum()])
-        bound = bound + tensor_core.cut_off_beside_small(count, v, inverse_l, n)
+        bound = bound + tensor_core.truncation_by_small_operands(count, v, inverse_l, n)
     target(float((error / bound[0]).max()), label="error / bound")
     assert (error <= bound[0]).all()
 
@@ -137,7 +137,7 @@ def test_rows_are_charged_for_their_accumulators(
     rms = np.sqrt((attention_exact(q, k, v) ** 2).mean())
     narrow = bound_of(q, k, v, variant="fa_tc", form=form)
     everything = np.full(narrow.total.shape, np.inf)
-    monkeypatch.setattr(tensor_core, "cut_off", lambda *_, **__: everything[:, :, None])
+    monkeypatch.setattr(tensor_core, "truncation", lambda *_, **__: everything[:, :, None])
     wide = bound_of(q, k, v, variant="fa_tc", form=form)
     assert (narrow.terms["R6"] <= wide.terms["R6"]).all()
     size = np.sqrt((narrow.terms["R6"] ** 2).mean()) / rms
@@ -173,5 +173,5 @@ def test_a_weight_below_the_least_normal_number_cuts_off_others() -> None:
     magnitudes = P @ np.abs(v)
     without = products("tensor_core", 2) * magnitudes
     n = numerics("tensor_core", "portable", "float16")
-    beside = tensor_core.cut_off_beside_small(count, v, inverse_l, n)
+    beside = tensor_core.truncation_by_small_operands(count, v, inverse_l, n)
     assert (error > without[0]).all() and (error <= without[0] + beside[0]).all()

@@ -101,15 +101,15 @@ def test_errors_are_those_of_the_way_there_and_back(tmp_path: Path, dtype, shape
     assert t.mean_error == pytest.approx(error.mean(), rel=1e-6)
     assert t.sqnr_db == pytest.approx(10 * np.log10((x**2).sum() / (error**2).sum()), rel=1e-6)
     assert t.largest == 30 and t.nonfinite == 0
-    matrix, outliers, loud = np.abs(x.reshape(shape[0], -1)), 0, 0.0
+    matrix, outliers, outlier_power = np.abs(x.reshape(shape[0], -1)), 0, 0.0
     for i in range(0, matrix.shape[0], 128):
         for j in range(0, matrix.shape[1], 128):
             block = matrix[i : i + 128, j : j + 128]
             far = block > 4 * np.sqrt((block**2).mean())
             outliers += far.sum()
-            loud += (block[far] ** 2).sum()
+            outlier_power += (block[far] ** 2).sum()
     assert 0 < t.outlier_ratio == outliers / w.size  # type: ignore[operator]
-    inlier = 10 * np.log10(((x**2).sum() - loud) / (error**2).sum())
+    inlier = 10 * np.log10(((x**2).sum() - outlier_power) / (error**2).sum())
     assert t.inlier_sqnr_db == pytest.approx(inlier, rel=1e-6)
     assert t.nbytes == w.nbytes
     if len(shape) == 2:

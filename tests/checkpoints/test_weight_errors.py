@@ -55,15 +55,15 @@ def test_sums_are_those_of_float64(scale: float, dtype, strategy: str) -> None: 
     found = weight_errors(w, 128, strategy)
     back = ca.weight_dequant(*ca.weight_quant(w, strategy=strategy), strategy=strategy)
     x, error = w.astype(np.float64), (w.astype(np.float32) - back).astype(np.float64)
-    outliers, loud = 0, 0.0
+    outliers, outlier_power = 0, 0.0
     for i in range(0, 300, 128):
         for j in range(0, 200, 128):
             block = x[i : i + 128, j : j + 128] ** 2
             far = block > 16 * block.mean()
-            outliers, loud = outliers + far.sum(), loud + block[far].sum()
+            outliers, outlier_power = outliers + far.sum(), outlier_power + block[far].sum()
     assert found.outliers == outliers > 0
-    exact = (np.abs(error).sum(), (error**2).sum(), (x**2).sum(), loud)
-    sums = (found.total_error, found.noise, found.signal, found.loud)
+    exact = (np.abs(error).sum(), (error**2).sum(), (x**2).sum(), outlier_power)
+    sums = (found.total_error, found.noise, found.signal, found.outlier_power)
     assert sums == pytest.approx(exact, rel=1e-6, abs=0)
     assert (found.max_error, found.largest) == (np.abs(error).max(), np.abs(x).max())
 

@@ -50,7 +50,7 @@ def test_a_call_begins_what_it_would_have_to_compile(
     cuda = SimpleNamespace(Device=lambda: device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     launches = [SimpleNamespace(module=spec) for spec in specs]
-    ready.begin_to_compile(SimpleNamespace(plans=[SimpleNamespace(launches=launches)]), None)
+    ready.compile_side_by_side(SimpleNamespace(plans=[SimpleNamespace(launches=launches)]), None)
     assert begun == ([] if len(kept) == 3 else specs)
 
 

@@ -526,7 +526,8 @@ def test_what_a_compiled_layer_loads_was_begun(
     )
     x, r = (torch.randn(2, 520, n, dtype=torch.bfloat16).cuda() for n in (256, 640))
     monkeypatch.setattr(precompile.ahead, "begin", begun.update)
-    monkeypatch.setattr(ready, "begin_to_compile", lambda work, arch: None)  # by the call itself
+    # Compiled by the call itself.
+    monkeypatch.setattr(ready, "compile_side_by_side", lambda work, arch: None)
     monkeypatch.setattr(compiler, "load", noting)
     precompile._begin.cache_clear()
     torch._dynamo.reset()

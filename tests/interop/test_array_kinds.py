@@ -16,7 +16,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.problem.borrowed_names import NOT_OFFERED
-from cupyattn.testing.report import NOBODY
+from cupyattn.testing.report import UNKNOWN_ORIGIN
 from tests.quant.kind_cases import CASES, TOLD, check
 
 torch = pytest.importorskip("torch")
@@ -102,7 +102,7 @@ def test_the_same_is_told_of_every_kind(case: str, kind: str) -> None:
     told = call({name: KINDS[kind][0](array) for name, array in arrays.items()})
     expected = call(arrays)
     if kind == "jax" and isinstance(expected, str):  # it copies, so what made an array is not known
-        expected = expected.replace("run by: mirror", f"run by: {NOBODY}")
+        expected = expected.replace("run by: mirror", f"run by: {UNKNOWN_ORIGIN}")
     assert told == expected
 
 

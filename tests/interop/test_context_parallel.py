@@ -32,7 +32,7 @@ def attend_on_threads(
 ) -> tuple[np.ndarray, list[np.ndarray], list[str | None]]:
     """O of all ranks, the operands, and what each rank says against the call."""
     from cupyattn.interop.diffusers import masks as of_scores
-    from cupyattn.interop.diffusers.context_parallel import Ranks, said_of, words
+    from cupyattn.interop.diffusers.context_parallel import Ranks, facts_of_call, words
 
     rows = Partition.contiguous(lengths)
     whole = list(np.random.default_rng(1).standard_normal((3, 1, 4, sum(lengths), 16)))
@@ -43,7 +43,7 @@ def attend_on_threads(
         q, k, v = (torch.from_numpy(rows.take(x, group.rank)) for x in whole)
         mask = None if masks is None else masks[group.rank]
         ranks = Ranks(group, True)
-        reason, said = ranks.agreed(said_of(ranks.obstacle(q, k, v, mask, 1), q, k, mask))
+        reason, said = ranks.agreed(facts_of_call(ranks.obstacle(q, k, v, mask, 1), q, k, mask))
         if reason is not None:
             return None, reason
         given = {"q": q, "k": k, "v": v}
@@ -121,12 +121,12 @@ def test_all_ranks_leave_a_call_native_where_one_has_to(masks: Any, reason: str)
 def test_all_ranks_fall_back_where_codes_do_not_travel() -> None:
     """The layer then asks for 16 bits: the group goes on."""
     import cupyattn as ca
-    from cupyattn.interop.diffusers.context_parallel import Ranks, said_of, words
+    from cupyattn.interop.diffusers.context_parallel import Ranks, facts_of_call, words
 
     def on_rank(group: Any) -> Any:
         x = torch.ones(1, 2, 8, 16).half()
         ranks, given = Ranks(group, True), {"q": x, "k": x, "v": x}
-        _, said = ranks.agreed(said_of(None, x, x, None))
+        _, said = ranks.agreed(facts_of_call(None, x, x, None))
         with pytest.raises(UnsupportedError, match="a ring of fa_int8"):
             form = {"variant": "fa_int8", "quant": ca.QuantConfig(fused=True, smooth_k=False)}
             ranks.attend(form, given, said)

@@ -62,7 +62,7 @@ def test_a_weight_that_another_module_has_stays_where_that_needs_it() -> None:
             layer.weight = model[names[0]].weight
         layers = {name: model[name] for name in "ab"}
         made = ((name, of_torch.Int8Linear(*codes), "") for name in "ab")
-        placing.put_each(model, layers, made, originals.Call("cpu", {}))
+        placing.place_layers(model, layers, made, originals.Call("cpu", {}))
         return model
 
     model = put("eab")

@@ -81,7 +81,7 @@ def test_errors_by_operations_of_torch_are_at_the_worst_those_of_the_host(shape,
         assert worst is not None and exact.outliers <= worst.outliers <= exact.outliers + 1
         assert (worst.elements, worst.largest) == (exact.elements, exact.largest)
         assert worst.max_error == exact.max_error
-        for name in ("noise", "loud", "total_error"):
+        for name in ("noise", "outlier_power", "total_error"):
             a, b = getattr(worst, name), getattr(exact, name)
             assert b <= a <= b * (1 + 1e-4)
         assert exact.signal * (1 - 1e-4) <= worst.signal <= exact.signal

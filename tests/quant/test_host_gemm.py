@@ -13,7 +13,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.arrays import described
 from cupyattn.ops import act_quant, gemm, weights
-from cupyattn.ops.act_quant import act_quant_but
+from cupyattn.ops.act_quant import act_quant_except
 from cupyattn.plans.records import TensorMap
 from cupyattn.runtime import launches, recent, tensor_map
 from tests.runtime.test_host_calls import Driver, array, driver  # noqa: F401
@@ -191,7 +191,7 @@ def test_activations_that_come_again(host: Host) -> None:
         entry, found = host.passed(2 * turn)
         assert entry == "act_quant" and (codes.shape, scales.shape) == ((2, 5, K), (2, 5, 2))
         assert found == {"x": x.data.ptr, "codes": codes.data.ptr, "scales": scales.data.ptr}
-        codes, scales, kept = act_quant_but(x, columns, place, "float16")
+        codes, scales, kept = act_quant_except(x, columns, place, "float16")
         assert kept.shape == (2, 5, 8) and kept.dtype == np.float16
     assert len(host.driver.launches) == 6 and len(recent.CALLS) == 2
 

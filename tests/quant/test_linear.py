@@ -16,7 +16,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.ops.act_quant import act_quant_but, places
+from cupyattn.ops.act_quant import act_quant_except, places
 from cupyattn.ops.linear import outlier_columns
 from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.problem import gemm_form
@@ -136,7 +136,7 @@ def test_the_kernel_keeps_columns(dtype: np.dtype) -> None:
     columns = np.int32([150, 3, 127, 128])
     kept = "bfloat16" if dtype == DTYPES[1] else "float16"
     given = columns, places(columns, 200), kept
-    found, expected = act_quant_but(x, *given, backend="interpret"), act_quant_but(x, *given)
+    found, expected = act_quant_except(x, *given, backend="interpret"), act_quant_except(x, *given)
     assert expected[2].shape == (21, padded(4)) and not as_float64(expected[2])[:, 4:].any()
     assert not expected[0][:, columns].any()
     for mine, theirs in zip(found, expected, strict=True):

@@ -167,7 +167,7 @@ class Ranks:
 Shared = tuple[Ranks, list[Said]]
 
 
-def said_of(obstacle: str | None, q: Tensor, k: Tensor, mask: Any) -> Said:
+def facts_of_call(obstacle: str | None, q: Tensor, k: Tensor, mask: Any) -> Said:
     """Return the facts of a rank about a call on tensors (batch, heads, len, head_dim)."""
     if obstacle is not None or mask is None:
         return Said(obstacle, int(q.shape[2]), int(k.shape[2]), None)

@@ -14,7 +14,7 @@ from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.layer_scales import Calibrations
 from cupyattn.diffusion.settings import ATTENTION_TYPES
 from cupyattn.errors import shown
-from cupyattn.interop.selection import check_found, compiled, some_of
+from cupyattn.interop.selection import check_found, compiled, first_names
 from cupyattn.measure.words import printable
 from cupyattn.quant.config import QuantConfig
 
@@ -62,8 +62,8 @@ class Features:
                 if other:
                     raise ValueError(
                         f"{option} has a calibration of {printable(other[0])}, which is no "
-                        f"attention module of this model, there are {some_of(names)}: record and "
-                        "calibrate this model"
+                        f"attention module of this model, there are {first_names(names)}: record "
+                        "and calibrate this model"
                     )
                 continue
             check_found(option, [pattern for pattern, _ in patterns], names, "attention module")
@@ -124,7 +124,7 @@ def trial(options: Mapping[str, Any]) -> Int8Attention:
     return Int8Attention(heads, head_dim, ANY_STEPS, **given)
 
 
-def follow_steps(options: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def step_dependent_layers(options: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Return which layers depend on the step by their options, and which option does.
 
     Parameters
@@ -138,13 +138,13 @@ def follow_steps(options: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     for name, given in options.items():
         key = tuple((option, id(value)) for option, value in given.items())
         if key not in tried:
-            tried[key] = what_follows_steps(trial(given), given)
+            tried[key] = step_options(trial(given), given)
         if tried[key]:
             found[name] = tried[key]
     return found
 
 
-def what_follows_steps(attention: Int8Attention, options: Mapping[str, Any]) -> str:
+def step_options(attention: Int8Attention, options: Mapping[str, Any]) -> str:
     """Return the options of a layer that depend on the step under any policy; "" for none."""
     adaptive = options.get("use_adaptive_scaling") is not False
     calibration = attention.calibration

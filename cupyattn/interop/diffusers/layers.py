@@ -25,7 +25,7 @@ from cupyattn.interop.diffusers import (
     masks,
     operator,
 )
-from cupyattn.interop.diffusers.context_parallel import Ranks, Shared, said_of, words
+from cupyattn.interop.diffusers.context_parallel import Ranks, Shared, facts_of_call, words
 from cupyattn.interop.diffusers.noise import Schedule
 from cupyattn.interop.diffusers.report import LayerReport
 from cupyattn.interop.diffusers.steps import Step
@@ -90,7 +90,7 @@ class Layer:
         self._native: Counter[str] = Counter()
         self._on_ranks: Counter[str] = Counter()
         self._fallbacks: Counter[str] = Counter()  # of schedules that were
-        with warnings.catch_warnings():  # which `features.follow_steps` gave
+        with warnings.catch_warnings():  # which `features.step_dependent_layers` gave
             warnings.simplefilter("ignore", UserWarning)
             trial = features.trial(options)
         known = {field.name for field in fields(Int8AttentionSettings)}
@@ -98,7 +98,7 @@ class Layer:
         self._prunes, self._kind = self._settings.enable_pruning, self._settings.attention_type
         self._by_class = options.get("quant") is None and trial.calibration is None
         self._any_step = trial.step(0)
-        self._follows = features.what_follows_steps(trial, options)
+        self._follows = features.step_options(trial, options)
         on_host = self._prunes or self._kind == "block_sparse"
         self._texts = {} if on_host else _texts(trial, self._settings, self._by_class)
         self._number = layer_operator.number_of(self)
@@ -165,7 +165,7 @@ class Layer:
         if reason is None and (mode is None or (self._follows and self._step.at is None)):
             reason = UNKNOWN
         if ranks is not None:
-            reason, said = ranks.agreed(said_of(reason, q, k, options["attn_mask"]))
+            reason, said = ranks.agreed(facts_of_call(reason, q, k, options["attn_mask"]))
             shared = ranks, said
         if reason is None and mode is not None:
             mask, bias = masks.of_scores(options["attn_mask"])

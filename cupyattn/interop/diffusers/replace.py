@@ -18,7 +18,7 @@ from cupyattn.diffusion.arguments import check_count
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.policy import MODES, TablePolicy, as_policy
 from cupyattn.interop.diffusers import backends, interception, operator, steps
-from cupyattn.interop.diffusers.features import Features, follow_steps
+from cupyattn.interop.diffusers.features import Features, step_dependent_layers
 from cupyattn.interop.diffusers.layers import Layer
 from cupyattn.interop.diffusers.noise import Noise, kind_of
 from cupyattn.interop.diffusers.report import Report
@@ -30,10 +30,10 @@ from cupyattn.interop.handle import (
     target_of,
     uncompiled,
 )
-from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, some_of
+from cupyattn.interop.selection import Patterns, Selection, check_found, compiled, first_names
 from cupyattn.interop.torch import inductor_calls
 from cupyattn.measure.words import printable
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.quant.config import QuantConfig
 
 #: Shorter calls stay native: quantising and a launch cost more than they can win.
@@ -111,7 +111,7 @@ def _release(module: torch.nn.Module) -> None:
         interception.restore_class(module)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def replace_attention_with_int8(
     pipe_or_model: Any,
     *,
@@ -254,7 +254,7 @@ def replace_attention_with_int8(
         _check_not_replaced(chosen)
     options = {name: asked.of(name) for _, name, _ in chosen}
     needs_noise = [name for _, name, _ in chosen if _policy_of(name, policies) not in MODES]
-    follows = follow_steps(options)
+    follows = step_dependent_layers(options)
     noise = None
     if needs_noise or follows:
         if owner is None and needs_noise:
@@ -377,7 +377,7 @@ def _check_chosen(
         include, exclude = given
         raise ValueError(
             f"no attention module is chosen by include={include!r} exclude={exclude!r}, there are "
-            f"{some_of(names)}"
+            f"{first_names(names)}"
         )
 
 

@@ -16,7 +16,7 @@ from cupyattn.measure.words import counted, printable
 _MOST_REASONS = 3
 
 
-def five_lines(
+def summary_lines(
     target: Any, parts: Sequence[Part], attention: Any, request: Request, *,
     is_restored: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip

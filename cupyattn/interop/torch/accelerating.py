@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
-from cupyattn.interop.torch.accelerated_lines import five_lines
+from cupyattn.interop.torch.accelerated_lines import summary_lines
 from cupyattn.interop.torch.accelerated_parts import (
     Log,
     Part,
@@ -96,7 +96,7 @@ class Accelerated(Handle):
                 became |= {n: f"kept, {why}" for n, why in part.linear.kept.items()}
                 layers |= {f"{part.prefix}{name}": what for name, what in became.items()}
         attention = None if self._handle_attention is None else self._handle_attention.report()
-        lines = five_lines(
+        lines = summary_lines(
             self.target, self._handle_parts, self._handle_attention, self._handle_request,
             is_restored=self._handle_replaced_any() and self._handle_is_native(),
         )  # fmt: skip

@@ -65,7 +65,7 @@ class ActivatedInt8Linear(nn.Module):
         return f"activation={self.activation!r}"
 
 
-def put_activated(model: nn.Module) -> list[Place]:
+def place_activated_layers(model: nn.Module) -> list[Place]:
     """Replace modules of diffusers whose layer is INT8 by `ActivatedInt8Linear`.
 
     Parameters

@@ -60,7 +60,7 @@ class _State(OrderedDict[str, Any]):
         return OrderedDict, (), rest, None, iter(self.items())
 
 
-def let_adapt(model: nn.Module) -> None:
+def allow_adapters(model: nn.Module) -> None:
     """Let adapters be loaded into a model with INT8 layers, and not be fused into these.
 
     Parameters
@@ -96,8 +96,9 @@ def _adapt(module: nn.Module) -> None:
 def _watch(module: nn.Module, name: str, child: Any) -> Any:
     """Adapt objects of PEFT to INT8 layers, while PEFT registers the model or one of its layers.
 
-    Tuners are treated by `let_adapt`. Layers get 16 bits again if they are in ``modules_to_save``,
-    whose copies are trained, or if their adapters start from the weight's numbers.
+    Tuners are treated by `allow_adapters`. Layers get 16 bits again if they are in
+    ``modules_to_save``, whose copies are trained, or if their adapters start from the weight's
+    numbers.
     """
     if child is None or name not in ("model", "original_module", "base_layer"):
         return None
@@ -137,7 +138,7 @@ def _in_16_bits(module: nn.Module) -> nn.Module:
 
 
 def forget_adapters(model: nn.Module) -> None:
-    """Undo `let_adapt` of modules that have no INT8 layers left.
+    """Undo `allow_adapters` of modules that have no INT8 layers left.
 
     Parameters
     ----------

@@ -238,7 +238,7 @@ def no_lse(o: Tensor) -> Tensor:
     return o.new_empty((0,), dtype=torch.float32)
 
 
-def no_lse_beside(o: Tensor) -> Tensor:
+def empty_lse_beside(o: Tensor) -> Tensor:
     """Return the same on the device of a tensor; on the current device, by Inductor's allocator."""
     if o.get_device() < 0 or o.get_device() != torch._C._cuda_getDevice():
         return no_lse(o)

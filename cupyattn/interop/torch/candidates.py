@@ -57,7 +57,7 @@ def _layers(
             yield from _layers(".".join([*[name] * bool(name), *own]), child, obstacle, seen)
 
 
-def unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> str:
+def reason_unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,)) -> str:
     """Say why a layer cannot be replaced, regardless of its numbers; empty if it can.
 
     Parameters

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.adapters import inner_of
-from cupyattn.interop.torch.candidates import unfit
+from cupyattn.interop.torch.candidates import reason_unfit
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.measure.words import printable
 
@@ -56,7 +56,7 @@ class LinearConvolution(nn.Module):
                 "convolution must be a torch.nn.Conv1d, Conv2d or Conv3d, got "
                 f"{type(convolution).__name__}"
             )
-        if reason := unfit(convolution, KINDS) or overlap(convolution):
+        if reason := reason_unfit(convolution, KINDS) or overlap(convolution):
             raise ValueError(f"the convolution must stay as it is: {reason}")
         self.convolution = (convolution,)  # a tuple, so that its parameters are not listed twice
         self.kernel_size, self.stride = convolution.kernel_size, convolution.stride
@@ -304,7 +304,7 @@ def _obstacle(parent: nn.Module, convolution: nn.Module) -> str:
     """Say why a convolution of a model has to stay; empty if it need not."""
     if inner_of(parent):
         return "it has an adapter"
-    return unfit(convolution, KINDS) or overlap(convolution)
+    return reason_unfit(convolution, KINDS) or overlap(convolution)
 
 
 def _places(

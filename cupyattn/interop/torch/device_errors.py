@@ -43,13 +43,13 @@ def worst_errors(w: Tensor, codes: Tensor, scales: Tensor, strategy: str) -> Wei
         of_part = scales[rows] if strategy == "channel" else scales[lines, across]
         parts.append(_sums(w[rows, columns], codes[rows, columns], of_part, strategy))
     total: list[float] = _stacked(parts).tolist()
-    outliers, loud, error, noise, signal, worst, largest, least = total
+    outliers, outlier_power, error, noise, signal, worst, largest, least = total
     if not (NARROW_SQUARES[0] <= least and largest <= NARROW_SQUARES[1]):  # NaN is neither
         return None
     more, less = 1 + ORDER, 1 - ORDER
     return WeightErrors(
         w.numel(), 0, largest, int(outliers), worst, error * more, noise * more, signal * less,
-        loud * more,
+        outlier_power * more,
     )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def _sums(w: Tensor, codes: Tensor, scales: Tensor, strategy: str) -> list[Tenso
     sizes = x.abs_()
     tops = sizes.amax((1, 3))
     far = sizes > limit[:, None, :, None]
-    loud = sizes.square_().mul_(far).sum(1).sum(dtype=torch.float64)
+    outlier_power = sizes.square_().mul_(far).sum(1).sum(dtype=torch.float64)
     # A block of zeros has no squares that float32 could lose.
     least = tops.masked_fill(tops == 0, NARROW_SQUARES[1]).amin()
-    return [far.sum(), loud, total, noise, squares.sum(), worst, tops.amax(), least]
+    return [far.sum(), outlier_power, total, noise, squares.sum(), worst, tops.amax(), least]

@@ -45,7 +45,7 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
     tensors = in_region(tensors)
     if out is not None and not torch.compiler.is_compiling():
         tensors = _beside(out, tensors)
-    differentiable, watched = ops.how_seen(tensors.values())
+    differentiable, watched = ops.autograd_state(tensors.values())
     lse: Tensor | None
     if not (differentiable or watched):
         o, lse = forward(settings, tensors, out)

@@ -16,13 +16,13 @@ from cupyattn.interop.torch.checks import check_strided
 from cupyattn.interop.torch.dispatch import call
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.row_preparation import BUFFERS_OF, EPS
 from cupyattn.problem.settings import NO_WINDOW, Settings, interned
 from cupyattn.quant.config import QuantConfig
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def attention(
     q: Tensor,
     k: Tensor,
@@ -131,7 +131,7 @@ def attention(
     return call(TensorSettings(settings, deterministic, block_mask), tensors, out)
 
 
-@points_to_our_names
+@explains_foreign_arguments
 def attention_varlen(
     q: Tensor,
     k: Tensor,

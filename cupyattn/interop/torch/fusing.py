@@ -29,7 +29,7 @@ _PARTS = {
 _NAMES = {name for parts in _PARTS.values() for name in parts}
 
 
-def keep_fused(model: nn.Module) -> None:
+def allow_fusing(model: nn.Module) -> None:
     """Let attention modules of a model that have INT8 projections fuse them to INT8 ones.
 
     Parameters
@@ -42,8 +42,8 @@ def keep_fused(model: nn.Module) -> None:
             setattr(module, _FUSE, functools.partial(_fuse, module))
 
 
-def let_fuse(model: nn.Module) -> None:
-    """Undo `keep_fused` of modules that have no INT8 projections left.
+def forget_fusing(model: nn.Module) -> None:
+    """Undo `allow_fusing` of modules that have no INT8 projections left.
 
     Parameters
     ----------

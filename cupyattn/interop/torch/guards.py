@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from cupyattn.interop.torch.adapting import forget_adapters, let_adapt
-from cupyattn.interop.torch.fusing import keep_fused, let_fuse
-from cupyattn.interop.torch.parameters import answer_for_parameters, forget_parameters
+from cupyattn.interop.torch.adapting import allow_adapters, forget_adapters
+from cupyattn.interop.torch.fusing import allow_fusing, forget_fusing
+from cupyattn.interop.torch.parameters import provide_parameters, remove_provided_parameters
 from cupyattn.interop.torch.saving import allow_saving, refuse_saving
 
 
@@ -18,9 +18,9 @@ def guard(model: nn.Module) -> None:
     model : Module
     """
     refuse_saving(model)
-    keep_fused(model)
-    let_adapt(model)
-    answer_for_parameters(model)
+    allow_fusing(model)
+    allow_adapters(model)
+    provide_parameters(model)
 
 
 def unguard(model: nn.Module) -> None:
@@ -31,6 +31,6 @@ def unguard(model: nn.Module) -> None:
     model : Module
     """
     allow_saving(model)
-    let_fuse(model)
+    forget_fusing(model)
     forget_adapters(model)
-    forget_parameters(model)
+    remove_provided_parameters(model)

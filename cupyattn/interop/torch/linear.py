@@ -15,7 +15,7 @@ from cupyattn.interop.torch import epilogues, linear_parts
 from cupyattn.interop.torch.bridge import as_array, as_tensor, dtype_of, on_device_of
 from cupyattn.interop.torch.linear_parts import multiply, results_of
 from cupyattn.interop.torch.offloading import check_readable, home_of, offload_codes
-from cupyattn.interop.torch.ops import define, differentiate, how_seen, is_exported
+from cupyattn.interop.torch.ops import autograd_state, define, differentiate, is_exported
 from cupyattn.interop.torch.read_only import ReadOnlyWeight, compiled_weight, refuse_write
 from cupyattn.interop.torch.transforms import first_axis
 from cupyattn.kernels.row_teams import RUN
@@ -494,11 +494,11 @@ class Int8Linear(torch.nn.Linear):
                     "gate goes with residual, got residual=None: give zeros to add nothing"
                 )
             beside = *given, residual, gate
-            seen = traced or any(how_seen(beside))
+            seen = traced or any(autograd_state(beside))
             operator = linear_parts.layer if seen else linear_parts.run_layer
             y = operator(*beside, *options)
             return y
-        if traced or any(how_seen(given)):
+        if traced or any(autograd_state(given)):
             y = int8_linear(*given, *options)
             return y
         return run(*given, *options)

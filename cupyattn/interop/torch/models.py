@@ -14,14 +14,14 @@ from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch import epilogues, inductor_calls
-from cupyattn.interop.torch.activated import put_activated
-from cupyattn.interop.torch.candidates import int8_layers, linear_layers, unfit
+from cupyattn.interop.torch.activated import place_activated_layers
+from cupyattn.interop.torch.candidates import int8_layers, linear_layers, reason_unfit
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.loading import check_own, check_shape, codes_of, layer_of, opened
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import Call, keep_original, original_of
-from cupyattn.interop.torch.placing import Verdict, put_each
+from cupyattn.interop.torch.placing import Verdict, place_layers
 from cupyattn.interop.torch.quantising import quantised, with_strategy
 from cupyattn.interop.torch.restoring import restore_linear
 from cupyattn.measure.words import printable
@@ -245,7 +245,7 @@ def replace_linear_with_int8(
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())
     with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
-        reasons, others = put_each(own, candidates, made, call)
+        reasons, others = place_layers(own, candidates, made, call)
     kept |= others
     if not reasons and (chosen := [name for name in before if name in selection]):
         raise ValueError(
@@ -261,7 +261,7 @@ def replace_linear_with_int8(
         )
     call.trained |= {p: p.requires_grad for p in own.parameters()}
     call.missing |= reasons.keys()
-    for _, name, module, unit in put_activated(own):
+    for _, name, module, unit in place_activated_layers(own):
         keep_original(unit, call, name, module)
     guard(own)
     return Replacement(model, reasons, kept, call, _saved(own, call), choice)
@@ -296,7 +296,7 @@ def _candidates(
     for name, linear, obstacle in linear_layers(model):
         if name not in selection:
             kept[name] = "excluded"
-        elif reason := obstacle or unfit(linear):
+        elif reason := obstacle or reason_unfit(linear):
             kept[name] = reason
         else:
             candidates[name] = linear

@@ -17,10 +17,10 @@ from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.dispatch import call, in_region
 from cupyattn.interop.torch.functional import named, pair
-from cupyattn.interop.torch.ops import how_seen
+from cupyattn.interop.torch.ops import autograd_state
 from cupyattn.interop.torch.schema import number_of
 from cupyattn.kernels.tiles import check_kind
-from cupyattn.problem.borrowed_names import points_to_our_names
+from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.checks import check_scale, check_softcap, check_window
 from cupyattn.problem.settings import ModuleOptions, Unpack, accept, interned, takes_options
 
@@ -43,7 +43,7 @@ class Attention(torch.nn.Module):
     (torch.Size([1, 5, 2, 16]), Attention(causal=True, layout='BSHD', backend='mirror'))
     """
 
-    @points_to_our_names
+    @explains_foreign_arguments
     @takes_options
     def __init__(self, *, deterministic: bool = False, **options: Unpack[ModuleOptions]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Attention(torch.nn.Module):
         super().__setstate__(state)
         self._name_block_mask()
 
-    @points_to_our_names
+    @explains_foreign_arguments
     def forward(
         self,
         q: Tensor,
@@ -254,7 +254,7 @@ class Int8Attention(torch.nn.Module):
         """
         timestep = _number(timestep)
         tensors = in_region(named(q, k, v, mask=mask, rope=rope))
-        differentiable, watched = how_seen(tensors.values())
+        differentiable, watched = autograd_state(tensors.values())
         if not (differentiable or watched):
             found = int8_layer.attend(
                 self._layer, "qkv", tensors, rope_interleaved, timestep=timestep, sigma=sigma,
@@ -318,7 +318,7 @@ class Int8Attention(torch.nn.Module):
         """
         tensors = in_region(named(q_cond, k, v, mask=mask, rope=rope))
         tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
-        if any(how_seen(tensors.values())):
+        if any(autograd_state(tensors.values())):
             raise UnsupportedError(
                 "fused_cfg is not supported where torch traces or differentiates it: call the "
                 "module on both branches, concatenated along the batch"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import no_lse, no_lse_beside
+from cupyattn.interop.torch.bridge import empty_lse_beside, no_lse
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass, forward
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
 from cupyattn.interop.torch.schema import ATTENTION, ATTENTION_QKV, ATTENTION_VARLEN, Schema
@@ -47,7 +47,7 @@ def _define(name: str, schema: Schema) -> Any:
 
     def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
         o, lse = forward(schema.settings(arguments), schema.given(arguments))
-        return o, no_lse_beside(o) if lse is None else lse
+        return o, empty_lse_beside(o) if lse is None else lse
 
     def attention_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
         tensors, settings = schema.given(arguments), schema.settings(arguments).of_call
@@ -189,18 +189,18 @@ def differentiate(
     kernel = KERNELS[operator]
     differentiated = make_autograd_impl(operator, Info(derivative, save))
 
-    def straight(keyset: Any, *arguments: Any) -> Any:
+    def call_without_saving(keyset: Any, *arguments: Any) -> Any:
         refuse_tangents(operator, arguments)
-        if any(how_seen(arguments)):
+        if any(autograd_state(arguments)):
             return differentiated(keyset, *arguments)
         return kernel(*arguments)
 
     for device in ("CPU", "CUDA"):
-        library.impl(operator, straight, f"Autograd{device}", with_keyset=True)
+        library.impl(operator, call_without_saving, f"Autograd{device}", with_keyset=True)
     transform(library, operator, derivative, save, join)
 
 
-def how_seen(arguments: Iterable[Any]) -> tuple[bool, bool]:
+def autograd_state(arguments: Iterable[Any]) -> tuple[bool, bool]:
     """Return whether autograd goes through a call on these, and whether operators are watched.
 
     Views that negate count as watched: torch's dispatcher makes numbers of them.

@@ -18,7 +18,7 @@ from cupyattn.interop.torch.offloading import home_of
 _PARAMETERS = "parameters"
 
 
-def answer_for_parameters(model: nn.Module) -> None:
+def provide_parameters(model: nn.Module) -> None:
     """Give a parameter to modules of a model that contain INT8 layers and no parameters.
 
     Parameters
@@ -32,8 +32,8 @@ def answer_for_parameters(model: nn.Module) -> None:
             setattr(module, _PARAMETERS, functools.partial(_parameters, module, empty))
 
 
-def forget_parameters(model: nn.Module) -> None:
-    """Undo `answer_for_parameters` of modules that have no INT8 layers left.
+def remove_provided_parameters(model: nn.Module) -> None:
+    """Undo `provide_parameters` of modules that have no INT8 layers left.
 
     Parameters
     ----------

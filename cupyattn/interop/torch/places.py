@@ -237,7 +237,7 @@ class Place:
         elif ready.is_launched_alone:
             own = [*made] if isinstance(made, (list, tuple)) else [made]
             buffers = _buffers(by_buffer, [*tensors, *own])
-            if buffers is not None and all(map(_lie_alike, own, results)):
+            if buffers is not None and all(map(_have_same_layout, own, results)):
                 self._known[form] = _Known(ready, buffers)
                 symbols, _ = form
                 self._nbytes[symbols] = max(self._nbytes.get(symbols, 0), ready.scratch_bytes)
@@ -251,5 +251,5 @@ def _buffers(by_buffer: Any, tensors: Sequence[Tensor]) -> dict[str, int] | None
     return None if len(numbers) < len(tensors) or -1 in found.values() else found
 
 
-def _lie_alike(x: Tensor, y: Tensor) -> bool:
+def _have_same_layout(x: Tensor, y: Tensor) -> bool:
     return bool(x.shape == y.shape and x.stride() == y.stride() and x.dtype == y.dtype)

@@ -16,7 +16,7 @@ from cupyattn.interop.torch.originals import Call, keep_original
 Verdict = tuple[str, Int8Linear | None, str]
 
 
-def put_each(
+def place_layers(
     model: nn.Module, layers: dict[str, nn.Linear], made: Iterator[Verdict], call: Call
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Put layers in their places, and each original where the call wants it before the next.

@@ -86,7 +86,7 @@ def check_linear(model: nn.Module, call: Call | None = None) -> list[_Place]:
     if call is not None and call.originals == "drop":
         raise RuntimeError("the layers were dropped: replace with originals='cpu' to restore them")
     for name, module in model.named_modules() if call is None else ():
-        if isinstance(module, Int8Linear) and _has_lost_its_own(module):
+        if isinstance(module, Int8Linear) and _lost_its_forward(module):
             raise RuntimeError(
                 f"{name!r} is INT8 without the layer that it replaced, as layers from load_int8, "
                 "after originals='drop' and in copies are: load the model's own weights again"
@@ -107,7 +107,7 @@ def _places(model: nn.Module, call: Call | None) -> Iterator[_Place]:
                 yield _Place(parent, name, child, original)
 
 
-def _has_lost_its_own(layer: Int8Linear) -> bool:
+def _lost_its_forward(layer: Int8Linear) -> bool:
     original = original_of(layer)
     return original is None or original.module is None
 
