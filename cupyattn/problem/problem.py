@@ -54,7 +54,7 @@ class Problem:
         Arrays that are made, by the buffers of the plan, in the caller's layout.
     received : mapping of str to Described
         The caller's arrays that are written to, by the buffers of the plan, in its layout.
-    looks : tuple of Look
+    looks : tuple of ValueCheck
         Checks of values before the launch. A call with such checks is not remembered.
     facts : object
         Facts for the operation's `restore`.

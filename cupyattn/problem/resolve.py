@@ -145,7 +145,9 @@ def _of_rows(asked: Asked, arrays: Mapping[str, Described]) -> AttentionProblem:
     if settings.check_finite:
         counts = {name: operands.get(LENGTHS_OF[name]) for name in rows}
         looks += tuple(
-            ValueCheck(check_finite, (x,) if counts[name] is None else (x, counts[name]), (name,))
+            ValueCheck(
+                check_finite, (x,) if (count := counts[name]) is None else (x, count), (name,)
+            )
             for name, x in rows.items()
         )
     received = _received(call, settings.layout, q, arrays)
