@@ -68,4 +68,4 @@ def laid_out(shape: tuple[int, ...], itemsize: int, layout: str) -> Operand:
 
 def widest(*operands: Operand) -> int:
     """Return the largest number of elements of an access that all operands allow."""
-    return max(w for w in (1, 2, 4, 8) if all(x.allows(w) for x in operands))
+    return next(w for w in (8, 4, 2, 1) if all(x.allows(w) for x in operands))

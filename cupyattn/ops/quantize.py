@@ -153,10 +153,10 @@ def quantize(
         arrays, settings, prepared = _prepared_first(arrays, settings)
     found: QuantizedQKV = run(QUANTIZE, settings, arrays, facts)
     if prepared:
-        found = replace(found, prepared=prepared)
+        found = found.with_facts(prepared=prepared)
     if quant is not None and static:
-        found = replace(found, config=quant)
-    return found if as_given is as_it_is else replace(found, as_given=as_given)
+        found = found.with_facts(config=quant)
+    return found if as_given is as_it_is else found.with_facts(as_given=as_given)
 
 
 def check_described(
@@ -305,7 +305,7 @@ def quantize_kv(
         no_rows, taken_k, taken_v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
         rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **sequences,
     )  # fmt: skip
-    return replace(found, as_given=as_given, has_queries=False)
+    return found.with_facts(as_given=as_given, has_queries=False)
 
 
 class QuantizeSettings(NamedTuple):
@@ -397,7 +397,7 @@ class _Quantize(Operation):
         if found is None:
             found = _gathered(facts, arrays, results)
         else:
-            found = replace(found, prepared=facts.prepared)
+            found = found.with_facts(prepared=facts.prepared)
         return found.in_nibbles() if facts.config.qk_bits == 4 else found
 
 
@@ -448,7 +448,7 @@ def quantize_at(
     arrays |= scales_of(quant, arrays, "BHSD")
     asked = settings._replace(quant=quant.described)
     found: QuantizedQKV = run(QUANTIZE_AT, asked, arrays, None)
-    return replace(found, config=quant)
+    return found.with_facts(config=quant)
 
 
 class _QuantizeAt(_Quantize):

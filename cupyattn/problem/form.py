@@ -311,7 +311,7 @@ def kernel_features(kernel: Kernel, operands: Operands, *, quantize_q: bool = Fa
     if codes is None or codes.fused:
         return features_of(call, widest(q, k, v, o), **added)
     rows = (v, o) if codes.values is None else (o,)  # codes of V are read by channel, not by row
-    vec = max(w for w in (1, 2, 4, 8) if _codes_allow(w, q, k, *rows))
+    vec = next(w for w in (8, 4, 2, 1) if _codes_allow(w, q, k, *rows))
     return features_of(call, vec, quantize_q=quantize_q, **added)
 
 

@@ -284,6 +284,12 @@ class QuantizedQKV:
         vars(record).update(facts._asdict(), as_given=as_it_is, **given)
         return record
 
+    def with_facts(self, **facts: Any) -> QuantizedQKV:
+        """Return the record with other facts, or another `as_given`; no array is checked again."""
+        record = object.__new__(type(self))
+        vars(record).update(vars(self), **facts)
+        return record
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of Q and of the output, (batch, heads, len_q, head_dim), packed (1, heads, total_q,

@@ -238,23 +238,22 @@ def device_of(record: Record) -> str:
 
 
 def _table(rows: Sequence[Record], memory: Record | None) -> tuple[list[str], list[list[str]]]:
-    header = ["mode", "PSNR to 32-bit", "PSNR to 16-bit", "SSIM to 16-bit", "Frechet",
-              "over 16-bit", "an image", *([] if memory is None else ["memory"])]  # fmt: skip
-    columns = (
-        (f"psnr to {modes.REFERENCE}", 2), (f"psnr to {modes.FULL}", 2),
-        (f"ssim to {modes.FULL}", 4), ("frechet", 3), ("frechet over 16-bit", 4),
+    """Return header and cells, without the columns that no mode has a figure for."""
+    figures = (
+        ("PSNR to 32-bit", f"psnr to {modes.REFERENCE}", 2),
+        ("PSNR to 16-bit", f"psnr to {modes.FULL}", 2),
+        ("SSIM to 16-bit", f"ssim to {modes.FULL}", 4),
+        ("Frechet", "frechet", 3), ("over 16-bit", "frechet over 16-bit", 4),
     )  # fmt: skip
-    cells = []
-    for row in rows:
-        figures = [with_interval(row[key], d) if key in row else "" for key, d in columns]
-        took = row["seconds of an image"]
-        peak = None if memory is None else memory["peak_bytes"][row["mode"]]
-        took_said = "" if took is None else format_seconds(took[0])
-        peak_said = "" if peak is None else f"{peak / 2**20:,.0f} MiB"
-        cells.append([
-            row["mode"], *figures, took_said, *([] if memory is None else [peak_said]),
-        ])  # fmt: skip
-    return header, cells
+    columns: dict[str, list[str]] = {"mode": [row["mode"] for row in rows]}
+    for title, key, digits in figures:
+        columns[title] = [with_interval(row[key], digits) if key in row else "" for row in rows]
+    times = [row["seconds of an image"] for row in rows]
+    columns["an image"] = ["" if took is None else format_seconds(took[0]) for took in times]
+    peaks = [None if memory is None else memory["peak_bytes"][row["mode"]] for row in rows]
+    columns["memory"] = ["" if one is None else f"{one / 2**20:,.0f} MiB" for one in peaks]
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    return list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)]
 
 
 def figure(trained: Record, record: Record, tuned: Record | None) -> Any:

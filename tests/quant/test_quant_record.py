@@ -55,6 +55,18 @@ def test_static_arrays_survive_a_file(tmp_path: Path) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(scales, pair, strict=True))
 
 
+def test_facts_change_without_a_look_at_the_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with static scales would check arrays again which the library has just made."""
+    x = record()
+    monkeypatch.setattr(QuantizedQKV, "__post_init__", lambda _: pytest.fail("checked again"))
+    y = x.with_facts(prepared=("rope",), has_queries=False)
+    assert (y.prepared, y.has_queries, x.prepared, x.has_queries) == (("rope",), False, (), True)
+    assert all(getattr(x, name) is getattr(y, name) for name in ARRAYS)
+    rows = np.ones((3, 1, 1, 8, 8), np.float16)
+    given = QuantConfig(granularity_q="tensor", granularity_k="tensor", scales=(0.02, 0.03))
+    assert quantize(*rows, quant=given, backend="interpret").config is given
+
+
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "text", "empty", "foreign", "version"])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "operands.npz"
