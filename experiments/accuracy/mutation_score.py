@@ -47,6 +47,8 @@ NAME = "mutation_score"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
 #: CPU seconds for a call, which takes at most three without a fault.
 SECONDS = 20
+#: Errors of an environment that changed under a run.
+BROKEN = ("ImportError", "ModuleNotFoundError")
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: What became of a fault.
@@ -258,7 +260,10 @@ def noticed(call: Call) -> str:
         text = file.read().decode()
     _, status = os.waitpid(child, 0)
     if text:
-        return str(json.loads(text))
+        said = str(json.loads(text))
+        if said.startswith(BROKEN):  # no fault in a kernel takes a module away
+            raise RuntimeError(said)
+        return said
     late = f"does not end in {SECONDS} CPU seconds"
     return late if os.WIFSIGNALED(status) else "the process ended"
 

@@ -76,6 +76,15 @@ def test_a_call_that_does_not_end_is_stopped(known: Baseline, monkeypatch: Any) 
     assert found("part.cuh", after, wrong)["why"] == "does not end in 1 CPU seconds"
 
 
+def test_a_module_that_is_gone_is_no_fault(known: Baseline) -> None:
+    def gone() -> str:
+        raise ModuleNotFoundError("No module named 'numpy.ma'")
+
+    wrong = replace(known, calls=(replace(known.calls[0], run=gone),))
+    with pytest.raises(RuntimeError, match="No module named"):
+        found("part.cuh", PART.strip().replace("x * 3.0f", "x"), wrong)
+
+
 def test_calls_are_read_again_if_no_source_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
