@@ -88,7 +88,7 @@ def outcome(case: Case, sources: Sources, seed: int, keep: Path | None = None) -
         row |= {"became": UNKNOWN, "why": str(error).partition(" (")[0]}
     return row | {
         "launches": run.launches, "instructions": run.instructions,
-        "seconds": round(run.seconds, 2), "findings": run.findings,
+        "cpu_s": round(run.seconds, 2), "findings": run.findings,
         "ptx_sha256": run.digest.hexdigest(),
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
             became += f" ({len(notes)})"
         rows.append([
             row["kernel"], f"{repository} {version}", f"`{row['ptx_sha256'][:12]}`",
-            f"{row['instructions']:,}", f"{row['seconds']:.2f}", became,
+            f"{row['instructions']:,}", f"{row['cpu_s']:.2f}", became,
         ])  # fmt: skip
     ran = sum(row["became"] == WITHIN for row in record["kernels"])
     compilers = ", ".join(f"{name} {version}" for name, version in record["compilers"].items())

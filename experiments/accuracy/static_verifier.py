@@ -5,10 +5,9 @@ Varies       the barrier, fence or wait that is removed: each that changes the c
 Holds fixed  the launches, one small call of every kernel; seconds and memory for a verdict.
 Measures     SentryWard's verdict on each launch as it is and, where that is "race_free", on each
              mutant; what the interpreter says of the same call.
-Run          pip install -e .[sentryward]
-             python -m experiments.accuracy.static_verifier --update-docs
+Run          python -m experiments.accuracy.static_verifier --update-docs
 
-No device needed. The record is written after each launch, and the same command goes on where it was
+No device needed; ``pip install -e .[sentryward]`` brings SentryWard. The record is written after each launch, and the same command goes on where it was
 stopped. SentryWard (https://sentryward.io) proves a launch free of races in every schedule
 or shows two accesses. The interpreter runs one schedule, and follows what orders accesses.
 """

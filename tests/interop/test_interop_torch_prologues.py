@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from tests.interop.test_interop_torch_epilogues import Graphs, fresh, run
 
 torch = pytest.importorskip("torch")
+epilogues = importlib.import_module("tests.interop.test_interop_torch_epilogues")
 interop = importlib.import_module("cupyattn.interop.torch")
 linear_parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
 
-__all__ = ["fresh"]  # runs by itself
+fresh, run, Graphs = epilogues.fresh, epilogues.run, epilogues.Graphs  # `fresh` runs by itself
 WIDTH, OUT = 128, 48
 NORMED = "cupyattn.int8_normed_layers.default"
 HALF = torch.float16

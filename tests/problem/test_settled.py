@@ -189,7 +189,7 @@ def test_who_asks_for_form_and_tiles() -> None:
         "settle": 2 * ["problem/attention.py"] + ["problem/form.py", "unfused.py"],
         "settle_each": ["problem/attention.py", "testing/parts.py"],
         "settle_gemm": ["ops/gemm.py"],
-        "settle_backward": ["gradients/problem.py", "ops/backward.py"],
+        "settle_backward": ["gradients/problem.py", "ops/backward.py", "ops/part_sums.py"],
     }  # fmt: skip
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
 
@@ -214,14 +214,15 @@ def test_what_a_kernel_does_not_take_is_known_before_it_is_planned() -> None:
 def test_an_operation_is_three_files_of_one_name() -> None:
     """But the mirror of the backward pass is in gradients/, beside what gradients are.
 
-    Layers are made of two operations, which plan and have mirrors.
+    Layers are made of two operations, which plan and have mirrors. Sums over the keys of a rank are
+    a pass of the backward pass.
     """
     package = Path(ca.__file__).parent
     operations = {
         path.name
         for path in (package / "ops").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and path.name not in ("operation.py", "layers.py")
+        if isinstance(node, ast.ClassDef) and path.name not in ("operation.py", "layers.py", "part_sums.py")
         and {"plan", "mirror"} <= {getattr(one, "name", "") for one in node.body}
     }  # fmt: skip
     assert len(operations) >= 6
