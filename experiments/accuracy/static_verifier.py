@@ -7,9 +7,10 @@ Measures     SentryWard's verdict on each launch as it is and, where that is "ra
              mutant; what the interpreter says of the same call.
 Run          python -m experiments.accuracy.static_verifier --update-docs
 
-No device needed; ``pip install -e .[sentryward]`` brings SentryWard. The record is written after each launch, and the same command goes on where it was
-stopped. SentryWard (https://sentryward.io) proves a launch free of races in every schedule
-or shows two accesses. The interpreter runs one schedule, and follows what orders accesses.
+No device needed; ``pip install -e .[sentryward]`` brings SentryWard (https://sentryward.io). The
+record is written after each launch, and the same command goes on where it was stopped. SentryWard
+proves a launch free of races in every schedule or shows two accesses. The interpreter runs one
+schedule, and follows what orders accesses.
 """
 
 from __future__ import annotations

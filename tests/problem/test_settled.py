@@ -222,7 +222,8 @@ def test_an_operation_is_three_files_of_one_name() -> None:
         path.name
         for path in (package / "ops").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and path.name not in ("operation.py", "layers.py", "part_sums.py")
+        if isinstance(node, ast.ClassDef)
+        and path.name not in ("operation.py", "layers.py", "part_sums.py")
         and {"plan", "mirror"} <= {getattr(one, "name", "") for one in node.body}
     }  # fmt: skip
     assert len(operations) >= 6
