@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ SECONDS = 20
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
+#: Processes that know the sources and the faults of this one.
+FORK = multiprocessing.get_context("fork")
 #: What became of a fault.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
@@ -144,7 +147,16 @@ def _unharmed(
 
 
 def fast_code(module: Module) -> str | None:
-    """Return the machine code of a module with few optimisations; None if it has none."""
+    """Return the machine code of a module with few optimisations; None if it has none.
+
+    It is compiled in a process that ends: NVRTC keeps the option, and would compile worse code for
+    all later modules of this process.
+    """
+    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
+        return pool.submit(_fast_code, module).result()
+
+
+def _fast_code(module: Module) -> str | None:
     with mock.patch.object(compiler, "OPTIONS", (*compiler.OPTIONS, FAST)):
         try:
             return machine_code(compiler.translate(*module).ptx)
@@ -326,8 +338,8 @@ def _in_turn(do: Callable[..., Any], items: Sequence[Any], shared: Any, jobs: in
     if jobs == 1:
         yield from map(_done, range(len(items)))
         return
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_done, range(len(items)))
+    with ProcessPoolExecutor(jobs, mp_context=FORK) as pool:
+        yield from pool.map(_done, range(len(items)))
 
 
 def _done(number: int) -> Any:

@@ -33,6 +33,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "prepare/rope.cu": Tiles(64, 1, 4),
     "prepare/unpack.cu": Tiles(64, 1, 4),
     "prepare/normalise.cu": Tiles(64, 1, 4),
+    "backward/backward_normalise.cu": Tiles(64, 1, 4),
     "backward/backward_delta.cu": Tiles(64, 1, 4),
     "backward/backward_coarse.cu": Tiles(64, 1, 4),
     "backward/backward_keys.cu": Tiles(64, 128, 8, 2),
@@ -470,7 +471,7 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     features: Features | GemmFeatures
     features = Features(
         "float16", 64, vec=8, group_q=16, group_kv=16, rope=rope,
-        qk_norm=source == "prepare/normalise.cu", **values,
+        qk_norm=source.endswith("normalise.cu"), **values,
     )  # fmt: skip
     if isinstance(GOOD[source], GemmTiles):
         features = GemmFeatures("float16", 16, 8)

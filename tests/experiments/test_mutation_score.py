@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     text = (compiler.KERNELS / file).read_text()
     (one,) = (x for x in mutants(text) if x.after.strip() == after)
     return mutation_score.became((file, one), known)
+
+
+def test_few_optimisations_do_not_stay_with_the_process(
+    known: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC keeps the option: modules compiled later spilled registers, and a cache kept them."""
+    (module,) = known.code
+    monkeypatch.setattr(mutation_score, "_fast_code", lambda _: str(os.getpid()))
+    assert mutation_score.fast_code(module) != str(os.getpid())
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
