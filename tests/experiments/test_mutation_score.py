@@ -54,12 +54,16 @@ def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     return mutation_score.became((file, one), known)
 
 
+def own_process(_: Any) -> str:
+    return str(os.getpid())
+
+
 def test_few_optimisations_do_not_stay_with_the_process(
     known: Baseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVRTC keeps the option: modules compiled later spilled registers, and a cache kept them."""
     (module,) = known.code
-    monkeypatch.setattr(mutation_score, "_fast_code", lambda _: str(os.getpid()))
+    monkeypatch.setattr(mutation_score, "_fast_code", own_process)
     assert mutation_score.fast_code(module) != str(os.getpid())
 
 
