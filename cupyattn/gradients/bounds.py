@@ -344,7 +344,7 @@ def summed_rows(
         index, coarse = block.scores.index, coarse_rows(block.lse)
         found[index] = xp.where(coarse, block.softmax_lse, block.lse)
         own = _own_errors(block, shared, block.softmax_lse)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", divide="ignore"):  # rows without keys are not coarse
             sums = xp.log((block.softmax * xp.exp(xp.minimum(own, MAX_EXPONENT))).sum(axis=-1))
         count = block.scores.admitted.sum(axis=-1).astype(np.float64)
         # Each part adds a difference of two M, a power, a product and a sum to its own roundings.

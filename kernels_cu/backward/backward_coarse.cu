@@ -100,8 +100,7 @@ __device__ __forceinline__ void normalise_rows(
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_coarse(
-    const __grid_constant__ AttnParams call,
-    const __grid_constant__ CoarseParams<PART_SUMS> grad) {
+    const __grid_constant__ AttnParams call, const __grid_constant__ CoarseParams<PART_SUMS> grad) {
   const int q_blocks = round_up(call.len_q, ROW_PAD) / BLOCK_Q;
   const int row0 = blockIdx.x % q_blocks * BLOCK_Q + warp_id() * WARP_Q;  // of this warp
   const int64_t batch_head = blockIdx.x / q_blocks;

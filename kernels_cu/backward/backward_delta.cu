@@ -34,8 +34,7 @@ __device__ __forceinline__ bool has_no_keys(
 
 // Delta of a row, whose index in lse and in d_lse is `at`.
 template <typename Params>
-__device__ __forceinline__ float less_d_lse(
-    float sum, const Params& grad, float lse, int64_t at) {
+__device__ __forceinline__ float less_d_lse(float sum, const Params& grad, float lse, int64_t at) {
   if constexpr (D_LSE) return lse == NEG_INF ? sum : sum - grad.d_lse[at];  // R8
   return sum;
 }

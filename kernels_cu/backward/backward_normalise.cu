@@ -50,16 +50,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_normalise(
     PreparedRow x, dy;
     x.load(X + row * p.X_stride.len);
     dy.load(dY + row * HEAD_DIM);
-    dy.turn(how, row);                                          // R14
+    dy.turn(how, row);                                           // R14
     const float factor = norm_factor(x.mean_square(), how.eps);  // R14
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)
 #pragma unroll
       for (int j = 0; j < ROPE_PAIRS; ++j) {
         float &unit = x.element(access, j), &a = dy.element(access, j);
-        unit = __fmul_rn(unit, factor);                                              // R14
-        if (own) dW.element(access, j) = fmaf(a, unit, dW.element(access, j));       // R14
-        a = __fmul_rn(a, weight.element(access, j));                                 // R14
+        unit = __fmul_rn(unit, factor);                                         // R14
+        if (own) dW.element(access, j) = fmaf(a, unit, dW.element(access, j));  // R14
+        a = __fmul_rn(a, weight.element(access, j));                            // R14
       }
     const float mean = PreparedRow::mean([&](int i, int j) {
       return __fadd_rn(

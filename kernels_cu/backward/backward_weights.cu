@@ -37,6 +37,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_weights(
   if (warp_id() != 0 || col >= HEAD_DIM) return;
   sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < NUM_WARPS; ++i) sum += sums[i][lane_id()];                   // R14
+  for (int i = 0; i < NUM_WARPS; ++i) sum += sums[i][lane_id()];                  // R14
   static_cast<bias_t*>(p.dW)[vector * HEAD_DIM + col] = from_float<bias_t>(sum);  // R14
 }

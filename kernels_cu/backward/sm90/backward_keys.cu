@@ -76,7 +76,7 @@ struct MaskedStorage<true> : SharedStorage {
 };
 using Storage = MaskedStorage<MASK>;
 extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
-constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
+constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);        // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
 static_assert(
@@ -103,8 +103,8 @@ __device__ __forceinline__ void start_across(
 // The bits of a step of a mask, from memory to where Q of the step is coming.
 template <typename Smem, typename Params>
 __device__ __forceinline__ void copy_bits(
-    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head,
-    int kv0, int q0) {
+    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head, int kv0,
+    int q0) {
   if constexpr (MASK) {
     const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
     const int64_t step = tile * grad.row_tiles + q0 / BLOCK_Q;
@@ -143,8 +143,8 @@ __device__ __forceinline__ void change(
 #pragma unroll
   for (int i = 0; i < BLOCK_Q / 2; ++i) {
     const int row = q0 + i / 4 * 8 + t * 2 + i % 2;
-    const bool admits = is_admitted(bits, i) &&
-                        (placed || admitted(scores.p, row, key + i / 2 % 2 * 8));
+    const bool admits =
+        is_admitted(bits, i) && (placed || admitted(scores.p, row, key + i / 2 % 2 * 8));
     S_acc[i] = changed_score(scores.p, S_acc[i], admits);
   }
 }
@@ -482,8 +482,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     wgmma_wait_group<0>();
     wgmma_use(dP_acc);
     if constexpr (CHANGED_SCORES) {
-      const float(&M)[BLOCK_Q] = smem.row_M[at.stage];
-      const float(&delta)[BLOCK_Q] = smem.delta[at.stage];
+      const float (&M)[BLOCK_Q] = smem.row_M[at.stage];
+      const float (&delta)[BLOCK_Q] = smem.delta[at.stage];
       if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
         changed_slopes<true>(
             p, S_acc, dP_acc, M, delta,

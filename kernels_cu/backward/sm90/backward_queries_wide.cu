@@ -174,9 +174,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float factor = coarse ? grad.row_factor[padded + i % 2 * 8] : 1.0f;
-          const Weight of =
-              coarse ? weight_of_changed<true>(p, P[j], dP[j], M[i % 2], mean, factor)
-                     : weight_of_changed<false>(p, P[j], dP[j], M[i % 2], mean, factor);
+          const Weight of = coarse
+                                ? weight_of_changed<true>(p, P[j], dP[j], M[i % 2], mean, factor)
+                                : weight_of_changed<false>(p, P[j], dP[j], M[i % 2], mean, factor);
           dS[j] = of.dS;
         }
         dS_frag[i / 4][i % 4] = pack_rn<elem_t>(dS[0], dS[1]);  // R11

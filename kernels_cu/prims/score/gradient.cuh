@@ -81,8 +81,8 @@ struct Weight {
 // P and dS of a changed score. The slope of a softcap comes from the score itself, so that no
 // register holds both; it is 0 past a mask. `factor` is that of the row, 1 unless coarse.
 template <bool ANY_COARSE>
-__device__ __forceinline__ Weight weight_of_changed(
-    const AttnParams& p, float S, float dP, float M, float delta, float factor) {
+__device__ __forceinline__ Weight
+weight_of_changed(const AttnParams& p, float S, float dP, float M, float delta, float factor) {
   float P = probability(S, p.scale_log2, M);  // R9
   if constexpr (ANY_COARSE) P = normalised(P, factor);
   const float dS = P * (dP - delta);  // R11
