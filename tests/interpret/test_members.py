@@ -19,6 +19,7 @@ WITHOUT_STORAGE = [
     "prepare/rope.cu",
     "prepare/unpack.cu",
     "prepare/normalise.cu",
+    "backward/backward_normalise.cu",
     "backward/backward_delta.cu",
     "backward/backward_coarse.cu",
     "backward/sm90/backward_sums.cu",
@@ -80,7 +81,6 @@ EXPECTED = {
         "Q": "float16", "K": "float16", "K_sum": "float32", "of_warp": "float32",
         "of_block": "float32",
     },
-    "backward/backward_normalise.cu": {"sums": "float32"},
     "backward/sm90/backward_keys.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",
         "row_M": "float32", "delta": "float32", "coarse": "int32", "KV_full": "uint64",
