@@ -339,12 +339,15 @@ class _ToInt8:
             "export": self.export,
             "config": self.config,
             "source_sha256": self.sha256,
+            "rotated": sorted(i.name for i in items if self.reports[i.name].rotate),
             "dtypes": {
                 item.name: self.reports[item.name].dtype
                 for item in items
                 if self.reports[item.name].verdict != "keep"
             },
         }
+        if not record["rotated"]:
+            del record["rotated"]
         return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
 
     def make(self, item: Item) -> dict[str, Array]:
@@ -404,7 +407,9 @@ class _FromInt8:
         self.source = source
         self.known = known
         self.dtype = dtype
-        found, self.parts = find_codes(source, known.schemes, ours=known.ours)
+        found, self.parts = find_codes(
+            source, known.schemes, ours=known.ours, rotated=known.rotated
+        )
         if not found and not known.ours:
             raise ValueError(
                 f"{source.path} has no weights with scales, X.weight or X.weight_packed and "

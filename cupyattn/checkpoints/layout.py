@@ -111,11 +111,14 @@ class Layout:
         The types that tensors had before they were converted, where that is known.
     ours : bool
         Whether `convert` wrote the model.
+    rotated : frozenset of str
+        Weights that its files say are rotated.
     """
 
     schemes: tuple[Scheme, ...]
     dtypes: dict[str, str]
     ours: bool
+    rotated: frozenset[str] = frozenset()
 
 
 def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> Layout:
@@ -137,13 +140,14 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
         As `read_schemes`.
     """
     dtypes: dict[str, str] = {}
-    stored = set()
+    stored, rotated = set(), set()
     for text in records:
         try:
             record = json.loads(text)
             if record["version"] > ROTATED_VERSION:
                 raise ValueError(f"version {record['version']} is later than {ROTATED_VERSION}")
             dtypes |= record["dtypes"]
+            rotated |= {*record.get("rotated", ())}
             config_of = record["config"]
             stored.add((config_of["block_size"], config_of.get("strategy", "block")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -162,4 +166,5 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     # config.json may have been edited since: its settings of activations hold.
     asked = [one.activations for one in read_schemes(config.get(QUANTIZATION), where)]
     activations = next(filter(None, asked), "")
-    return Layout((replace(scheme, activations=activations),), dtypes, ours=True)
+    scheme = replace(scheme, activations=activations)
+    return Layout((scheme,), dtypes, ours=True, rotated=frozenset(rotated))

@@ -54,7 +54,7 @@ def _is_coded(source: Source, name: str) -> bool:
 def _what_next(source: Source) -> str:
     try:
         known = layout_of(source)
-        found, _ = find_codes(source, known.schemes, ours=known.ours)
+        found, _ = find_codes(source, known.schemes, ours=known.ours, rotated=known.rotated)
     except (ValueError, UnsupportedError) as error:
         why = str(error).removeprefix(f"{source.path}: ")
         return f"{why}: give the model as it was before that"

@@ -315,7 +315,11 @@ ACTIVATIONS = frozenset(
 
 
 def find_codes(
-    source: Source, schemes: tuple[Scheme, ...], *, ours: bool
+    source: Source,
+    schemes: tuple[Scheme, ...],
+    *,
+    ours: bool,
+    rotated: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Codes], frozenset[str]]:
     """Return the weights that are stored as codes, by name, and the tensors that go with them.
 
@@ -326,6 +330,8 @@ def find_codes(
     ours : bool
         Whether cupyattn wrote the files; tensors of others whose names speak of quantisation must
         all be understood.
+    rotated : frozenset of str
+        Weights that the files' record says are rotated.
 
     Returns
     -------
@@ -362,6 +368,11 @@ def find_codes(
             codes = replace(codes, rotate=rotate, of_comfy=True)
         else:
             codes = replace(codes, rotate=_rotation(source, layer, codes.shape[1]))
+        if codes.weight in rotated and codes.rotate is None:
+            raise ValueError(
+                f"{source.path}: {codes.weight!r} is rotated, says the record of the file, but "
+                f"{f'{layer}.{ROTATION}'!r} is missing: convert the model again"
+            )
         if codes.weight in found:
             first = found[codes.weight].codes.rpartition(".")[2]
             raise ValueError(f"{source.path}: {layer!r} has both {first} and {last}")

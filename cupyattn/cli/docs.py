@@ -44,6 +44,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     topic = args.topic.lower().removesuffix(".md").replace("-", "_")
     if args.example is not None:
+        if topic not in pages:
+            raise ValueError(
+                f"--example needs a page, got {args.topic!r}: cupyattn docs your_kernel --example "
+                "DIR"
+            )
         copy_example(topic, Path(args.example))
         return 0
     if topic in pages:

@@ -202,6 +202,9 @@ class _Reader:
         self._only(found, (*TENSORS, *NUMERICS, *OPTIONS))
         for name in (*TENSORS[:4], "p"):
             self._field(found, name, str)
+        self._field(found, "causal", bool, None)
+        for name in ("scale", "softcap"):
+            self._field(found, name, (int, float), None)
         for name in TENSORS:
             if name in found and found[name] not in self._arrays:
                 self._fail(name, f"name an array ({self._listed()})", found[name])

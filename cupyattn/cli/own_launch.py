@@ -123,9 +123,12 @@ def draw(given: LaunchFile, judged: dict[str, Any], distribution: str, seed: int
             f"{', '.join(sorted(dtypes))}: cupyattn interpret runs the arrays as described"
         )
     shapes = [x.shape for x in arrays]
-    if {x.ndim for x in arrays} != {4} or shapes[1] != shapes[2]:
+    if {x.ndim for x in arrays} != {4} or shapes[1] != shapes[2] or any(
+        shapes[0][i] != shapes[1][i] for i in (0, 3)
+    ):
         raise ValueError(
-            "verify draws q, k and v of (batch, heads, length, head_dim), k and v alike, got "
+            "verify draws q, k and v of (batch, heads, length, head_dim), k and v alike, batch and "
+            "head_dim the same in all, got "
             f"{' and '.join(map(str, shapes))}"
         )
     q, k, v = (to_bhsd(x, judged.get("layout", "BHSD")) for x in arrays)

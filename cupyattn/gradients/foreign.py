@@ -191,7 +191,7 @@ def _finite(problem: BackwardProblem) -> Array:
     xp = array_namespace(k)
     found = xp.isfinite(as_float64(k)).all(axis=(2, 3))
     found &= xp.isfinite(as_float64(problem.v)).all(axis=(2, 3))
-    for x in (problem.d_out, problem.q, problem.d_lse):
+    for x in (problem.d_out, problem.q):  # d_lse may be anything in rows without keys
         if x is not None:
             finite = xp.isfinite(split_heads(as_float64(x), k.shape[1]))
             found &= finite.all(axis=tuple(range(2, finite.ndim)))

@@ -64,7 +64,7 @@ class GradientReport:
     @property
     def ratio(self) -> float:
         """The largest of all."""
-        return max(share.ratio for share in self.shares)
+        return max((share.ratio for share in self.shares), default=0.0)
 
     @property
     def passed(self) -> bool:

@@ -211,6 +211,8 @@ class Called:
             found = self._made([grad, *operands], q, k, options)
         if not isinstance(found, (tuple, list)) or len(found) != 3:
             raise ValueError(f"the function must return dq, dk and dv, got {type(found).__name__}")
+        if any(one is None for one in found):
+            raise ValueError("the output does not depend on all of q, k and v: one has no gradient")
         dq, dk, dv = (
             self._turned(self._on_host(name, x))
             for name, x in zip(("dq", "dk", "dv"), found, strict=True)

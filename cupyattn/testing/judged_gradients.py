@@ -15,7 +15,13 @@ from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.judge import GradientReport, GradientShare, report_of
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.resolve import to_bhsd
-from cupyattn.problem.settings import PaddedOptions, Unpack, of_arguments, takes_options
+from cupyattn.problem.settings import (
+    PaddedOptions,
+    Unpack,
+    check_settings,
+    of_arguments,
+    takes_options,
+)
 from cupyattn.testing.parts import Part, parts_of, with_longest
 
 
@@ -92,13 +98,21 @@ def judge_backward(
         beside = "packed sequences" if packed else "sinks"
         raise ValueError(f"a gradient of the bias cannot be judged beside {beside}: leave it out")
     names = (GradientsWithBias if with_bias else Gradients)._fields
+    if len(gradients) != len(names):
+        raise ValueError(f"gradients must be {', '.join(names)}, got {len(gradients)} of them")
+    if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
+        raise TypeError("packed sequences need cu_seqlens_q and cu_seqlens_k: give both")
     gradients = taken(**dict(zip(names, gradients, strict=True)))
     d_out, q, k, v, d_lse, sinks = taken(d_out=d_out, q=q, k=k, v=v, d_lse=d_lse, sinks=sinks)
     options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
     if sinks is not None:
         numerics = replace(numerics, foreign=replace(numerics.foreign, sinks=True))
     settings, arrays = of_arguments(locals())
+    check_settings(settings)
     if packed:
+        for name, found, like in zip(names, gradients, (q, k, v), strict=True):
+            if found.shape != like.shape:
+                raise ValueError(f"{name} must have shape {like.shape}, got {found.shape}")
         settings = with_longest(settings, arrays)
     shares: list[tuple[GradientShare, ...]] = []
     for part in parts_of(settings, arrays, None, d_out, d_lse, sinks):
@@ -129,13 +143,15 @@ def _judged(
 ) -> GradientReport:  # fmt: skip
     """Judge the gradients of one part."""
     settings, arrays = part.settings, part.arrays
-    d_out, mask = part.o, arrays.get("mask")
+    d_out, d_lse, mask = part.o, part.lse, arrays.get("mask")
     if mask is not None:  # rows without keys, such as those behind the lengths, may hold anything
         xp = array_namespace(d_out)
-        kept = xp.asarray(mask).any(axis=-1)[..., None]
-        d_out = xp.where(kept, d_out, d_out.dtype.type(0)).astype(d_out.dtype, copy=False)
+        kept = xp.asarray(mask).any(axis=-1)
+        zero = d_out.dtype.type(0)
+        d_out = xp.where(kept[..., None], d_out, zero).astype(d_out.dtype, copy=False)
+        d_lse = None if d_lse is None else xp.where(kept, d_lse, d_lse.dtype.type(0))
     asked = {
-        "scale": settings.scale, "d_lse": part.lse, "grad_bias": len(names) == 4,
+        "scale": settings.scale, "d_lse": d_lse, "grad_bias": len(names) == 4,
         **settings.scores(arrays),
     }  # fmt: skip
     q, k, v = (arrays[name] for name in "qkv")

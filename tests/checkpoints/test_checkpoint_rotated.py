@@ -85,6 +85,10 @@ def test_a_damaged_rotation_is_found(tmp_path: Path) -> None:
     file.write_bytes(file_content(arrays, metadata))
     with pytest.raises(UnsupportedError, match=r"is \(256, 8\), .* not read for 192 channels"):
         dequantize(tmp_path / "int8", tmp_path / "back")
+    del arrays["a.to_k.weight_rotation"]
+    file.write_bytes(file_content(arrays, metadata))
+    with pytest.raises(ValueError, match="'a.to_k.weight' is rotated.*_rotation' is missing"):
+        dequantize(tmp_path / "int8", tmp_path / "back")
 
 
 @pytest.mark.parametrize("rotate", ["hadamard", "hadamard_contiguous"])

@@ -150,7 +150,10 @@ def test_an_example_is_copied(
     monkeypatch.chdir(tmp_path)
     assert "mine/attention.cu, " in printed(capsys, "your_kernel", "--example", "mine")
     assert {path.name for path in Path("mine").iterdir()} == EXAMPLE
-    for topic, says in (("your_kernel", "mine exists"), ("ladder", "ladder has no example folder")):
+    for topic, says in (
+        ("your_kernel", "mine exists"), ("ladder", "ladder has no example folder"),
+        (".", "--example needs a page, got '.'"), (str(tmp_path), "--example needs a page"),
+    ):  # fmt: skip
         assert cli.main(["docs", topic, "--example", "mine"]) == 2
         assert says in capsys.readouterr().err
     assert cli.main(["docs", "--example", "other"]) == 2

@@ -83,6 +83,10 @@ def test_a_state_dict_loads_into_layers_of_its_rotation_only(rotate: str | None)
             continue
         with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
             into.load_state_dict(state)
+        if rotate is not None:
+            mark = {"weight_rotation": state["weight_rotation"]}
+            with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
+                into.load_state_dict(mark, strict=False)
         assert torch.equal(into.weight_codes, before)
 
 

@@ -250,6 +250,11 @@ def test_packed_padded_and_transposed() -> None:
     d_out[1, :, 9:], q[1, :, 9:], k[1, :, 12:] = np.nan, np.nan, np.nan
     assert judge_backward(padded, d_out, q, k, v, **lengths).passed
     assert not judge_backward(found, d_out, q, k, v, **lengths).passed
+    d_lse = np.zeros((2, 4, 21), np.float32)
+    d_lse[1, :, 9:] = np.nan
+    assert judge_backward(padded, d_out, q, k, v, d_lse=d_lse, **lengths).passed
+    wrong = [50 * x for x in padded]
+    assert not judge_backward(wrong, d_out, q, k, v, d_lse=d_lse, **lengths).passed
 
 
 def test_a_gradient_of_the_bias() -> None:
@@ -305,12 +310,22 @@ def test_misuses_are_one_sentence() -> None:
         ({"numerics": numerics("e4m3")}, UnsupportedError, "8-bit operands have no bound"),
         ({"numerics": numerics("fp16", qk="int8")}, UnsupportedError, "8-bit operands"),
         ({"numerics": kernel.said, "rope": (q, q)}, TypeError, "unexpected keyword .* 'rope'"),
+        ({"numerics": kernel.said, "layout": "bshd"}, ValueError, "layout must be .*'bshd'"),
+        ({"numerics": kernel.said, "causal": "false"}, TypeError, "causal must be .*'false'"),
+        ({"numerics": kernel.said, "cu_seqlens_q": ends}, TypeError, "give both"),
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             judge_backward(found, d_out, q, k, v, **words)
     for beside in ({"sinks": np.zeros(4, np.float32)}, {"cu_seqlens_q": ends}):
         with pytest.raises(ValueError, match="a gradient of the bias cannot be judged beside"):
             judge_backward([*found, q], d_out, q, k, v, numerics=kernel.said, **beside)
+    with pytest.raises(ValueError, match="gradients must be dq, dk, dv, got 2 of them"):
+        judge_backward(found[:2], d_out, q, k, v, numerics=kernel.said)
+    rows = [x[0].swapaxes(0, 1) for x in (*found, d_out, q, k, v)]
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": np.array([0, 35], np.int32)}
+    longer = [np.concatenate([x, np.full_like(x[:2], np.nan)]) for x in rows[:3]]
+    with pytest.raises(ValueError, match=r"dq must have shape \(21, 4, 8\)"):
+        judge_backward(longer, *rows[3:], numerics=kernel.said, **packed)
     with pytest.raises(ValueError, match="dq must have shape"):
         judge_backward([found[1], *found[1:]], d_out, q, k, v, numerics=kernel.said)
     with pytest.raises(TypeError, match="needs out and lse of this library's forward pass, or"):

@@ -416,7 +416,9 @@ class Int8Linear(torch.nn.Linear):
             if codes is None:
                 present, absent = absent, present
             return f"{prefix}{present} needs {prefix}{absent} beside it: load both, or neither"
-        if codes is not None and (refusal := self._otherwise_rotated(state_dict, prefix)):
+        if {prefix + CODES, prefix + ROTATION} & state_dict.keys() and (
+            refusal := self._otherwise_rotated(state_dict, prefix)
+        ):
             return refusal
         for name, own, given in (
             (CODES, self.weight_codes, codes), ("weight_scale", self.weight_scale, scales)

@@ -156,7 +156,7 @@ def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
     scale of each channel.
     """
     known = layout_of(source)
-    found, parts = find_codes(source, known.schemes, ours=known.ours)
+    found, parts = find_codes(source, known.schemes, ours=known.ours, rotated=known.rotated)
     if not found:
         raise ValueError(f"{source.path} has no weights with scales: is it a model of INT8 codes?")
     for one in found.values():

@@ -75,6 +75,8 @@ def with_strategy(
             if linear is not None:
                 takes = f"takes (..., {linear.in_features})"
             raise ValueError(f"activations of {name!r:.80} are {tuple(x.shape)}, and it {takes}")
+        if not torch.isfinite(x).all():
+            raise ValueError(f"activations of {name!r:.80} are NaN or infinite: record others")
         if config.strategy == AUTO and config.rotate in (AUTO, None):
             rows = as_array(x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1]))
             weight = as_array(linear.weight.detach().to("cpu"))

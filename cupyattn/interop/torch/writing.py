@@ -26,6 +26,7 @@ from cupyattn.checkpoints.layout import (
     ROTATED_VERSION,
     WEIGHT,
 )
+from cupyattn.checkpoints.schemes import ROTATION
 from cupyattn.checkpoints.writer import MAX_SHARD_BYTES, Item
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import uncompiled
@@ -159,6 +160,9 @@ class _Codes:
             "export": _EXPORT, "config": config, "source_sha256": self.sha256(names),
             "dtypes": {name: x for name, x in self.dtypes.items() if name in names},
         }  # fmt: skip
+        marks = {name for name in names if name.endswith(f".{ROTATION}")}
+        if marks:
+            record["rotated"] = sorted(name.removesuffix(ROTATION) + "weight" for name in marks)
         return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
 
     def sha256(self, names: set[str]) -> str:
