@@ -116,7 +116,7 @@ def our_codes(codes: Array) -> Array:
     Returns
     -------
     array, (out, in), int8 or int16
-        Those of `cupyattn.quant.rotated` (weight, "hadamard_contiguous"). int16 if a code -128
+        The codes of `cupyattn.quant.rotated` (weight, "hadamard_contiguous"). int16 if a code -128
         changes its sign.
 
     Notes

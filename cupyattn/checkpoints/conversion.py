@@ -339,15 +339,14 @@ class _ToInt8:
             "export": self.export,
             "config": self.config,
             "source_sha256": self.sha256,
-            "rotated": sorted(i.name for i in items if self.reports[i.name].rotate),
             "dtypes": {
                 item.name: self.reports[item.name].dtype
                 for item in items
                 if self.reports[item.name].verdict != "keep"
             },
         }
-        if not record["rotated"]:
-            del record["rotated"]
+        if rotated := sorted(item.name for item in items if self.reports[item.name].rotate):
+            record["rotated"] = rotated
         return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
 
     def make(self, item: Item) -> dict[str, Array]:

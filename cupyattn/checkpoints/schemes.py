@@ -111,7 +111,7 @@ class Codes:
         Rows and columns that share a scale.
     scheme : Scheme
     rotate : str or None
-        As for `cupyattn.Int8Linear`: the numbers are those of the rotated weight.
+        As for `cupyattn.Int8Linear`: the codes belong to the rotated weight.
     of_comfy : bool
         Whether rotated numbers lie in ComfyUI's order (`cupyattn.checkpoints.comfy.our_codes`).
     """

@@ -113,7 +113,7 @@ def draw(given: LaunchFile, judged: dict[str, Any], distribution: str, seed: int
     Raises
     ------
     ValueError
-        If they are no floats of one type, or their shapes are not those of attention.
+        If they are not floats of one type, or do not have the shapes of attention.
     """
     arrays = [given.arrays[judged[name]] for name in "qkv"]
     dtypes = {x.dtype.name for x in arrays}

@@ -156,8 +156,8 @@ def translate(spec: ModuleSpec, arch: str, source: str | None = None) -> Binary:
 
     Machine code and the report of ptxas take two fifths of the time of `build`.
 
-    Parameters, result and errors are as for `build`, except that there are no cubin, no resources
-    and no errors of ptxas.
+    Parameters, result and errors are as for `build`, without cubin, resources and errors of
+    ptxas.
     """
     capability_of(arch)  # raises for a name that is none
     return _compiled(spec, arch, arch.replace("sm_", "compute_"), source)

@@ -123,7 +123,7 @@ def backward_bound_foreign(
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+        raise ValueError("numerics must be what cupyattn.testing.numerics returns")
     (d_lse,) = operands(d_lse=d_lse)
     problem = BackwardProblem.of(
         "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
@@ -192,9 +192,8 @@ def _finite(problem: BackwardProblem) -> Array:
     found = xp.isfinite(as_float64(k)).all(axis=(2, 3))
     found &= xp.isfinite(as_float64(problem.v)).all(axis=(2, 3))
     for x in (problem.d_out, problem.q):  # d_lse may be anything in rows without keys
-        if x is not None:
-            finite = xp.isfinite(split_heads(as_float64(x), k.shape[1]))
-            found &= finite.all(axis=tuple(range(2, finite.ndim)))
+        finite = xp.isfinite(split_heads(as_float64(x), k.shape[1]))
+        found &= finite.all(axis=tuple(range(2, finite.ndim)))
     return found
 
 

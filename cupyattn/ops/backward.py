@@ -92,8 +92,8 @@ def attention_backward(
         As in the forward pass. Q and K are rotated again, and their gradients are rotated back by
         the same angles, each rounded to its type before and after.
     qk_norm, qk_norm_eps
-        As in the forward pass. Gradients of q and k go through the normalisation, and those of its
-        weights are returned, too: of their shapes and dtypes, with the same bits on every run.
+        As in the forward pass. Gradients of q and k go through the normalisation. Its weights
+        get gradients, too: of their shapes and dtypes, with the same bits on every run.
     deterministic : bool, optional
         True: the same bits on every run. False: blocks of keys add up dQ in float32 in memory, in
         any order. None: the faster form. dK and dV always have the same bits on every run. For

@@ -1,4 +1,4 @@
-"""Kernels in files that nobody registered: ``verify`` and ``profile`` launch them on the device."""
+"""Kernels in files, not registered: ``verify`` and ``profile`` launch them on the device."""
 
 from __future__ import annotations
 

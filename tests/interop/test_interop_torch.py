@@ -287,7 +287,7 @@ def test_a_bias_that_requires_a_gradient_gets_it(shape: tuple[int, ...], compile
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_weights_of_a_norm_get_gradients(compiled: bool) -> None:
-    """With the bits of the backward pass; those of transforms and of mapped entries, too."""
+    """With the bits of the backward pass, also in transforms and for mapped entries."""
     inputs = problem("float16")
     of_norm = tuple(np.random.default_rng(3).standard_normal((2, 16)).astype(np.float32))
     o, lse = ca.attention(*inputs, qk_norm=of_norm, return_lse=True)
