@@ -123,7 +123,7 @@ def backward_bound_foreign(
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be what cupyattn.testing.numerics returns")
+        raise ValueError("numerics must be those of cupyattn.testing.numerics")
     (d_lse,) = operands(d_lse=d_lse)
     problem = BackwardProblem.of(
         "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
