@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_layers_and_norms_of_torch_have_the_bits_of_the_mirror() -> None:
         host = interop.Int8Linear.from_linear(
             linear, strategy="channel", rotate=rotate, backend="mirror"
         )
-        own = interop.Int8Linear.from_linear(linear.cuda(), strategy="channel", rotate=rotate)
+        own = interop.Int8Linear.from_linear(
+            copy.deepcopy(linear).cuda(), strategy="channel", rotate=rotate
+        )  # `cuda` moves a module in place, and with it the bias that `host` shares
         assert torch.equal(own.weight_codes.cpu(), host.weight_codes)
         assert torch.equal(own(x.cuda()).cpu(), host(x))
 
@@ -85,7 +88,6 @@ def test_layers_and_norms_of_torch_have_the_bits_of_the_mirror() -> None:
             eager = function(*given)
         assert torch.equal(first, again)
         assert (first - eager).double().norm() < 0.01 * eager.double().norm()
-        linear = linear.cpu()
     config = ca.Int8Config(rotate="hadamard")
     model = torch.nn.Sequential(torch.nn.Linear(3072, 512, dtype=torch.bfloat16)).cuda()
     with interop.replace_linear_with_int8(model, config=config) as handle:

@@ -21,8 +21,9 @@ from cupyattn.arrays.form import forms_of
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.runtime.ready import Conversion, Ready
 
-#: Types of tensors by types of arrays.
+#: Types of tensors by types of arrays: numbers, and codes.
 _TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGE.items()}
+_TYPES |= {np.dtype(np.int8): torch.int8, np.dtype(np.uint8): torch.uint8}
 
 
 def as_array(tensor: Tensor) -> Any:
