@@ -86,8 +86,14 @@ def test_layers_and_norms_of_torch_have_the_bits_of_the_mirror() -> None:
             found = torch.compile(function, fullgraph=True)
             first, again = found(*given), found(*given)
             eager = function(*given)
+            wide, scale, shift = (one.double() for one in given)
+            rows = norm(wide) * (1 + scale) + shift
+            exact = torch.nn.functional.linear(
+                rows, linear.weight.cuda().double(), linear.bias.cuda().double()
+            )
         assert torch.equal(first, again)
-        assert (first - eager).double().norm() < 0.01 * eager.double().norm()
+        # The pass rounds its rows to codes alone, eager torch to bfloat16 three times before.
+        assert (first - exact).norm() < 1.02 * (eager - exact).norm() < 0.02 * exact.norm()
     config = ca.Int8Config(rotate="hadamard")
     model = torch.nn.Sequential(torch.nn.Linear(3072, 512, dtype=torch.bfloat16)).cuda()
     with interop.replace_linear_with_int8(model, config=config) as handle:
