@@ -1,10 +1,10 @@
 """Prediction of a diffusion transformer's gain, from its shapes and stored rates.
 
-A pass has three parts. Linear layers take time by their operations, attention by operations,
-head_dim and number of keys, and the rest by the elements that layers read and write. INT8 layers
-and our attention save a time for each operation. In a model our attention also saves copies of Q,
-K, V and O. Rates of attention are those of single calls, the others were fitted to whole models;
-``python -m experiments.tuning.advice_rates`` writes them.
+A pass has three parts. Linear layers take time by their operations. Attention takes time by
+operations, head_dim and number of keys, the rest by elements that layers read and write. INT8
+layers and our attention save a time for each operation. In a model our attention also saves copies
+of Q, K, V and O. Rates of attention were measured in single calls. The others were fitted to whole
+models; ``python -m experiments.tuning.advice_rates`` writes them.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ nothing and prints each prediction beside the record. ``--pairs`` writes nothing
 without each pair of families, and prints the largest error of that pair. Passes are CUDA graphs
 where they were measured as such, so that the host has no part in them.
 
-Rates of attention are not fitted: they are single calls in bfloat16, of cuDNN for torch, and of the
-fastest of our kernels that an accuracy class allows. HunyuanVideo has a mask of keys, which makes
-torch's attention slower: its rates are calls with such a mask, ours by admitted key. 8-bit P.V was
-not measured there. Its calls in experiments/results/peers_int8.json, on an H100, say how much
-faster than the balanced class it is.
+Rates of attention are not fitted: they are single calls in bfloat16. Torch's rate is cuDNN's, and
+ours is the rate of the fastest kernel that an accuracy class allows. HunyuanVideo has a mask of
+keys, which makes torch's attention slower. Its rates are calls with such a mask, ours by admitted
+key. For 8-bit P.V the factor to the balanced class comes from calls on an H100, in
+experiments/results/peers_int8.json.
 """
 
 from __future__ import annotations
