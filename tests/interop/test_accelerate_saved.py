@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
+from cupyattn.checkpoints import choosing  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
@@ -53,6 +54,39 @@ def test_a_pipeline_is_saved_by_components(tmp_path: Path) -> None:
     assert torch.equal(cases.generate(pipe, "sd3", 1), expected)
     restore(pipe)
     handle.restore()
+
+
+@pytest.mark.parametrize("may_rotate", [True, False])
+def test_layers_with_outliers_come_back_rotated_or_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_rotate: bool
+) -> None:
+    """Planted in what a layer takes, and seen in the activations that were recorded."""
+    monkeypatch.setattr(choosing, "ROTATED_LIMIT", 1.3 if may_rotate else 0)
+    model, outliers = transformer(), "transformer_blocks.0.ff.net.2"
+    model.get_submodule("transformer_blocks.0.ff.net.0.proj").weight[[3, 40, 300]] *= 30
+    with interop_torch.record(model) as recorder:
+        native = run(model)
+    given = recorder.recording.inputs
+    with interop.accelerate(model, activations=given, exclude="context|add", **EAGER) as handle:
+        expected, report, layer = run(model), handle.report(), model.get_submodule(outliers)
+        assert (layer.strategy, layer.rotate) == (
+            ("channel", "hadamard") if may_rotate else ("block", None)
+        )
+        assert ("rotated" in report.layers[outliers]) == may_rotate
+        assert model.get_submodule("transformer_blocks.0.attn.to_q").strategy == "channel"
+        if may_rotate:
+            assert report.scales[""].startswith("scales by channel: rotated in 1 of")
+        else:
+            assert report.scales[""].endswith(f"times as much on the activations of {outliers}")
+        assert f"\n{report.scales['']}\n" in str(report)
+        handle.save(tmp_path / "int8")
+    assert torch.equal(run(model), native)
+    with interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER) as handle:
+        assert torch.equal(run(model), expected)
+        assert handle.report().layers[outliers].endswith(", rotated") == may_rotate
+    loaded = interop_torch.load_int8(diffusers.SD3Transformer2DModel, tmp_path / "int8")
+    with interop.replace_attention_with_int8(loaded, policy="precision"):
+        assert torch.equal(run(loaded), expected)
 
 
 def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
