@@ -107,6 +107,17 @@ def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
     interop.accelerate(half.float(), checkpoint=tmp_path / "of 16 bits", **EAGER)
 
 
+def test_codes_of_no_layer_are_refused(tmp_path: Path) -> None:
+    """Rather than to leave the linear layers native, which the caller would have to read."""
+    other = interop_torch.accelerate(torch.nn.Sequential(torch.nn.Linear(128, 128)), **EAGER)
+    other.save(tmp_path / "int8")
+    model = transformer()
+    native = run(model)
+    with pytest.raises(ValueError, match=r"has codes of 0\.weight, and of no layer that is to be"):
+        interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER)
+    assert torch.equal(run(model), native)
+
+
 def test_each_of_two_models_gets_its_own_codes(tmp_path: Path) -> None:
     pipe = cases.make("wan")
     torch.manual_seed(1)

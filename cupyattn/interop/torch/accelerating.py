@@ -375,6 +375,8 @@ def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
             activations=part.own(request.activations),
         )  # fmt: skip
     except NothingReplaced as error:
+        if request.checkpoint is not None:
+            raise  # rather than to leave codes unused that were asked for
         part.native["linear"] = str(error)
 
 

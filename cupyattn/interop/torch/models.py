@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
-from cupyattn.interop.selection import Patterns, Selection
+from cupyattn.interop.selection import Patterns, Selection, first_names
 from cupyattn.interop.torch import epilogues, inductor_calls
 from cupyattn.interop.torch.activated import place_activated_layers
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, reason_unfit
@@ -326,12 +326,17 @@ def _from_checkpoint(
     source = opened(path)
     codes, _ = codes_of(source)
     found = {name: codes.get(f"{name}{WEIGHT}") for name in candidates}
+    if candidates and not any(found.values()):
+        raise NothingReplaced(
+            f"{source.path} has codes of {first_names([*codes])}, and of no layer that is to be "
+            "INT8: give codes of this model"
+        )
     for name, one in found.items():  # before a layer is dropped
         if one is not None:
             check_shape(source, one, candidates[name])
     for name, one in found.items():
         if one is None:
-            yield name, None, f"{source.path.name} has no codes of it"
+            yield name, None, "the checkpoint has no codes of it"
         else:
             layer = layer_of(source, one, candidates[name], options)
             check_own(source, one, layer, candidates[name])
