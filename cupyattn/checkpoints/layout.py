@@ -91,7 +91,7 @@ def quantization_config(
 
 
 def _group(strategy: str, block_size: int, layers: Sequence[str]) -> dict[str, Any]:
-    """Return what is said of layers of one strategy."""
+    """Return the group of ``config.json`` for layers of one strategy."""
     int8 = {"num_bits": 8, "type": "int", "symmetric": True}
     weights: dict[str, Any] = {"strategy": "channel"}
     activations: dict[str, Any] = {"strategy": "token"}

@@ -318,6 +318,8 @@ def test_arguments_that_there_are_not_are_refused(options: dict[str, Any], messa
         interop.accelerate(model, **{"log": None, **options})
     with pytest.raises(TypeError, match=r"give a pipeline to cupyattn\.interop\.diffusers"):
         interop_torch.accelerate(object())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"from_pretrained\(NAME\) returns one, got str"):
+        interop.accelerate("black-forest-labs/FLUX.1-dev")
 
 
 def test_no_module_hides_the_package_accelerate() -> None:
