@@ -15,7 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from cupyattn.checkpoints import choosing  # noqa: E402
+from cupyattn.checkpoints import choosing, dequantize  # noqa: E402
+from cupyattn.checkpoints.source import open_checkpoint  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
@@ -84,6 +85,10 @@ def test_layers_with_outliers_come_back_rotated_or_in_blocks(
     with interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER) as handle:
         assert torch.equal(run(model), expected)
         assert handle.report().layers[outliers].endswith(", rotated") == may_rotate
+        dequantize(tmp_path / "int8", tmp_path / "back")
+        back = open_checkpoint(tmp_path / "back").read(f"{outliers}.weight")
+        weight = model.get_submodule(outliers).weight
+        assert (torch.tensor(back) - weight).norm() <= 1e-6 * weight.norm()
     loaded = interop_torch.load_int8(diffusers.SD3Transformer2DModel, tmp_path / "int8")
     with interop.replace_attention_with_int8(loaded, policy="precision"):
         assert torch.equal(run(loaded), expected)
