@@ -190,8 +190,8 @@ def convert(
     int8 = work.layers(int8=True)
     if int8:  # else the model has no codes, and is none that was quantised
         record[QUANTIZATION] = layout.quantization_config(
-            export, analysis.config.block_size, int8, work.layers(int8=False),
-            analysis.config.strategy, rotated=any(t.rotate for t in analysis.tensors),
+            export, analysis.config.block_size, {analysis.config.strategy: int8},
+            work.layers(int8=False), rotated=any(t.rotate for t in analysis.tensors),
         )  # fmt: skip
     plan = writer.plan(source, items, work, record or None, max_shard_bytes)
     return _write(plan, work, target, analysis, dry_run, advance)

@@ -63,7 +63,7 @@ def test_codes_that_cannot_be_read(tmp_path: Path, config, arrays, options, said
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("change", [{"version": 4}, {"dtypes": 3}, {"config": {}}, None])
+@pytest.mark.parametrize("change", [{"version": 5}, {"dtypes": 3}, {"config": {}}, None])
 def test_a_damaged_record(tmp_path: Path, monkeypatch, change) -> None:  # type: ignore[no-untyped-def]
     metadata = conversion._ToInt8.metadata
 
@@ -98,7 +98,7 @@ def test_a_model_without_int8_layers_comes_back(tmp_path: Path, dtype: Any, expo
 def test_a_configuration_of_no_layers_comes_back(tmp_path: Path) -> None:
     """What earlier versions wrote where no layer became INT8: a group without targets."""
     convert(source(tmp_path / "model"), tmp_path / "int8", Int8Config(min_elements_for_int8=10**9))
-    config = layout.quantization_config("compressed-tensors", 128, [], [])
+    config = layout.quantization_config("compressed-tensors", 128, {"block": []}, [])
     (tmp_path / "int8" / "config.json").write_text(json.dumps({"quantization_config": config}))
     dequantize(tmp_path / "int8", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {}

@@ -333,7 +333,8 @@ def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
         models = {"": uncompiled(pipe_or_model)}
     else:
         raise TypeError(
-            "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, got "
+            "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, as "
+            "DiffusionPipeline.from_pretrained(NAME) returns one, got "
             f"{type(pipe_or_model).__name__}"
         )
     return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models

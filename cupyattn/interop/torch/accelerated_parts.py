@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +17,9 @@ from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.compiling import COMPILED, Compiled
-from cupyattn.interop.torch.models import Replacement
+from cupyattn.interop.torch.models import ONE_OF_BOTH, Replacement
 from cupyattn.interop.torch.offloading import device_of_hooks
+from cupyattn.interop.torch.quantising import Activations
 from cupyattn.measure.timing import FASTER, judged
 from cupyattn.measure.whole_gains import WholeModel, nearest, said, usual_width
 
@@ -48,7 +50,7 @@ class Request:
     include: Patterns = None
     exclude: Patterns = None
     checkpoint: str | PathLike[str] | None = None
-    activations: Mapping[str, Tensor] | None = None
+    activations: Activations | None = None
     again: bool = False
     arch: str | None = None
     backend: str | None = None
@@ -69,11 +71,15 @@ class Request:
             )
         given = self.activations
         if given is not None and not (
-            isinstance(given, Mapping) and all(isinstance(x, Tensor) for x in given.values())
+            isinstance(given, Mapping)
+            and all(isinstance(x, Tensor | np.ndarray) for x in given.values())
         ):
             raise TypeError(
-                f"activations must map names of layers to tensors, got {shown(given)}"
+                "activations must map names of layers to tensors or arrays, as "
+                f"record(...).recording.inputs does, got {shown(given)}"
             )
+        if given is not None and self.checkpoint is not None:
+            raise ValueError(ONE_OF_BOTH)
         if self.log is not None and not callable(self.log):
             raise TypeError(f"log must take a line, as print does, or be None, got {self.log!r}")
         _ = self.selection
@@ -116,7 +122,7 @@ class Part:
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
 
-    def own(self, given: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    def own(self, given: Activations | None) -> Activations | None:
         """Return the entries whose names begin with the part's prefix, by names without it."""
         if given is None:
             return None

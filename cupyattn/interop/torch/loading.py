@@ -180,11 +180,6 @@ def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
             f"without zero points; the codes of {one.weight!r} are {kind}: dequantize the model, "
             "and convert the result"
         )
-    if len(strategies := {one.scheme.strategy for one in found.values()}) > 1:
-        raise UnsupportedError(
-            f"{source.path}: its weights mix the strategies {' and '.join(sorted(strategies))}: "
-            "dequantize the model, and convert the result"
-        )
     return found, parts
 
 
