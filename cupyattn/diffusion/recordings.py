@@ -171,7 +171,7 @@ class HasRecording(Protocol):
 
     @property
     def recording(self) -> Recording:
-        """What it has recorded."""
+        """Everything recorded so far."""
 
 
 def recording_of(given: Any) -> Any:
