@@ -88,7 +88,8 @@ def step_time(record: Record) -> str:
     return (
         f"{format_seconds(seconds['16-bit'])} in 16 bits and "
         f"{format_seconds(seconds['INT8, static by timestep'])} as INT8 for a step of an image, "
-        "of a small transformer of our own"
+        f"{seconds['16-bit'] / seconds['INT8, static by timestep']:.2f} times as fast, of a small "
+        "transformer of our own"
     )
 
 
