@@ -140,6 +140,8 @@ def test_a_block_runs_or_names_its_successor(title: str, monkeypatch: pytest.Mon
             ended = f"{type(error).__name__}: {error}"
     assert "\n" not in ended.strip()
     assert re.match(ENDS[title][0] if title in ENDS else "ran$", ended), ended
+    if "pipe" in names:
+        assert names["pipe"].report().modes  # INT8 ran, and not native attention alone
 
 
 def test_what_is_no_code_names_nothing_of_ours() -> None:
