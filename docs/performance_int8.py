@@ -183,8 +183,13 @@ def linear_frechet(record: Record) -> str:
     rows = {row["mode"]: row for row in record["rows"]}
     full = rows["16-bit"]["frechet"][0]
     others = [
-        f"{name} {100 * row['frechet over 16-bit'][0] / full:+.2f} %"
+        "{} {:+.2f} % [{:.2f}, {:.2f}]".format(
+            name, *(100 * x / full for x in row["frechet over 16-bit"])
+        )
         for name, row in rows.items()
         if name not in ("32-bit", "16-bit")
     ]
-    return f"Fréchet distance to real crops {full:.2f} in 16 bits; {', '.join(others)}"
+    return (
+        f"Fréchet distance to real crops {full:.2f} in 16 bits, and with 95 % intervals "
+        f"{', '.join(others)}"
+    )

@@ -16,7 +16,7 @@ from cupyattn.arrays.interchange import on_host, operand, take
 from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_percentile, check_timestep
-from cupyattn.diffusion.recordings import Recording
+from cupyattn.diffusion.recordings import HasRecording, Recording, recording_of
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
 from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 
@@ -186,7 +186,7 @@ class Calibration:
 
 
 def calibrate_quantization_scales(
-    batches: Iterable[Sequence[Any]] | str | os.PathLike[str],
+    batches: Iterable[Sequence[Any]] | HasRecording | str | os.PathLike[str],
     percentile: float = 99.0,
     of: str = "maxima",
     *,
@@ -199,7 +199,7 @@ def calibrate_quantization_scales(
 
     Parameters
     ----------
-    batches : iterable of (q, k) or (q, k, timestep), Recording or path of one
+    batches : iterable of (q, k) or (q, k, timestep), Recording, Recorder or path
         Q (batch, heads, len, head_dim) and K (batch, heads_kv, len, head_dim) as `Int8Attention`
         would get them, after any rotary embedding; NumPy, CuPy or DLPack. V has no static scales.
         The layers of a recording have one size, and all get the same scales. For scales of each
@@ -243,8 +243,7 @@ def calibrate_quantization_scales(
     >>> found.q_scale, found.heads, found.head_dim
     (array([[2., 1.]], dtype=float32), 2, 2)
     """
-    if isinstance(batches, (str, os.PathLike)):
-        batches = Recording.load(batches)
+    batches = recording_of(batches)
     if callable(batches) or not isinstance(batches, Iterable):
         raise TypeError(
             f"batches must be recorded (q, k) or (q, k, timestep), got {type(batches).__name__}: "

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
-from cupyattn.diffusion.recordings import Recording
+from cupyattn.diffusion.recordings import HasRecording, Recording, recording_of
 from cupyattn.errors import shown
 
 _KIND, _VERSION = "cupyattn.calibrations", 1
@@ -60,13 +60,15 @@ class Calibrations(dict[str, Calibration]):
 
 
 def calibrate(
-    recording: Recording | str | os.PathLike[str], percentile: float = 99.0, **options: Any
+    recording: Recording | HasRecording | str | os.PathLike[str],
+    percentile: float = 99.0,
+    **options: Any,
 ) -> Calibrations:
     """Find static scales of Q and K for each layer of a recorded model.
 
     Parameters
     ----------
-    recording : Recording or path
+    recording : Recording, Recorder or path
         Of `cupyattn.interop.torch.record`, or its file.
     percentile, **options
         As for `calibrate_quantization_scales`: of, num_bins and smooth_k. The recorded schedule
@@ -91,8 +93,7 @@ def calibrate(
     >>> found["blocks.0.attn"].q_scale
     array([[2.]], dtype=float32)
     """
-    if isinstance(recording, (str, os.PathLike)):
-        recording = Recording.load(recording)
+    recording = recording_of(recording)
     if not isinstance(recording, Recording):
         raise TypeError(
             f"recording must be one of cupyattn.interop.torch.record, or its file, got "

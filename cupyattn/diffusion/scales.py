@@ -166,8 +166,9 @@ def _check_factors(given: Any, num_timesteps: int) -> Any:
     factors = on_host(factors).astype(np.float32)
     if factors.shape != (num_timesteps,):
         raise ValueError(
-            f"timestep_scales must have num_timesteps={num_timesteps} entries, "
-            f"got shape {factors.shape}"
+            f"timestep_scales must have num_timesteps={num_timesteps} entries, one for each step "
+            f"of the schedule, got shape {factors.shape}: give compute_adaptive_scales("
+            f"compute_sigma_schedule({num_timesteps})), or your own"
         )
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise ValueError("timestep_scales must be positive and finite")

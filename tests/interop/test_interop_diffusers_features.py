@@ -325,7 +325,8 @@ def test_quant_of_another_kind_and_factors_of_other_steps() -> None:
         model, policy="balanced", scheduler=scheduler, **SHORT, **options
     )
     with pytest.raises(
-        ValueError, match=r"^blocks.0.attn: timestep_scales must have num_timesteps=4 entries"
+        ValueError,
+        match=r"^blocks.0.attn: timestep_scales must have num_timesteps=4 entries, one for each",
     ):
         model(rows(), scheduler.timesteps[0].expand(1))
 

@@ -233,15 +233,17 @@ class Recorder:
     def _thin(self) -> None:
         """Leave out every second step, or every second layer once few steps are left."""
         everything = [k for some in self._kept.values() for k in some]
-        steps, layers = {k.step for k in everything}, {k.layer for k in everything}
-        if len(steps) > MIN_STEPS or len(steps) > len(layers):
+        steps = {k.step for k in everything}
+        layers = [*dict.fromkeys(k.layer for k in everything)]
+        more_layers = any(k.number for k in everything)  # the first of each kind always stays
+        if len(steps) > (min(MIN_STEPS, len(layers)) if more_layers else 1):
             what = "step"
-        elif len(layers) > 1:
+        elif more_layers:
             what = "layer"
         else:
             raise ValueError(
-                f"one call of {everything[0].layer} takes {format_bytes(self._bytes)}, more than "
-                f"max_bytes={self._max_bytes}: give more, or record smaller inputs"
+                f"one call of {' and one of '.join(layers)} takes {format_bytes(self._bytes)}, "
+                f"more than max_bytes={self._max_bytes}: give more, or record smaller inputs"
             )
         self._every[what] *= 2
         every = self._every
@@ -312,7 +314,8 @@ def record(
     Raises
     ------
     TypeError
-        For anything but a pipeline or a module, and for patterns that are not text.
+        For anything but a pipeline or a module, for patterns that are not text, and for an
+        `advance` that cannot be called.
     ValueError
         For a pattern that matches no name, a compiled model, a model with INT8 attention, and
         invalid steps. While the model runs: for a call larger than `max_bytes`, a step that the
@@ -361,6 +364,11 @@ def record(
                 "replace_attention_with_int8, or restore() it first"
             )
     most = check_count("max_bytes", max_bytes)
+    if advance is not None and not callable(advance):
+        raise TypeError(
+            f"advance must be a function of a layer's name, got {shown(advance)}: leave it out, or "
+            "give print"
+        )
     return Recorder(models, step, Selection(patterns, ()), _steps(steps), most, advance)
 
 
