@@ -12,7 +12,8 @@ from cupyattn.arrays.interchange import taken
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.errors import UnsupportedError
-from cupyattn.gradients.bounds import GradientBounds, backward_bound
+from cupyattn.gradients.block_sums import GradientBounds
+from cupyattn.gradients.bounds import backward_bound
 from cupyattn.gradients.exact import backward_exact
 from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.prepared import Back, back_bound, back_exact
