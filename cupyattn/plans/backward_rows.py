@@ -112,6 +112,5 @@ def plan_norm_gradient(
 def _launch(
     name: str, tiles: Tiles, features: Features, grid: int, params: tuple[Any, Any]
 ) -> Launch:
-    defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec(f"backward/{name}.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of(f"backward/{name}.cu", tiles.defines(), features.defines())
     return Launch(spec, name, grid, tiles.num_threads, False, (params,))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES, without_defaults
@@ -231,8 +231,7 @@ def plan_gemm(
     # too.
     if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
-    defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec(kernel.source, tuple(sorted(defines.items())))
+    spec = ModuleSpec.of(kernel.source, tiles.defines(), features.defines())
     params = {**_params(at, features, outliers), "alone": alone}
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
@@ -375,8 +374,8 @@ def _takes_neighbours(at: ProductOperands, columns: int, bias: str) -> bool:
 def _elements_per_access(at: ProductOperands) -> int:
     """Return how many elements of a row of C are stored at a time."""
     together = [x for x in (at.c, at.residual) if x is not None]
-    widths = [width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together)]
-    return max(widths) if at.gate is None or at.gate.allows(2) else 1  # factors are read in pairs
+    # Factors are read in pairs.
+    return widest(*together) if at.gate is None or at.gate.allows(2) else 1
 
 
 def _bytes_per_access(x: Operand) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
@@ -75,13 +75,12 @@ def _plan_pass(
     """
     _, heads, total, head_dim = x.shape
     batch, length = (x.shape[0], total) if packed is None else packed
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    vec = widest(x)
     features = Features(dtype, head_dim, vec=vec, varlen=packed is not None, **asked)
     if math.prod(x.shape) == 0:
         return Plan(name, "portable", _TILES, features, ())
     grid = check_grid(f"{_DOES[name]} {x.shape}", batch, heads, -(-length // _TILES.block_q))
-    defines = {**_TILES.defines(), **features.defines()}
-    spec = ModuleSpec(f"prepare/{name}.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of(f"prepare/{name}.cu", _TILES.defines(), features.defines())
     params = {
         **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
         "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
