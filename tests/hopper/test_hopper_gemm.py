@@ -110,7 +110,7 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     ids=lambda t: f"{t.block_m}x{t.block_n}-{t.splits}",
 )
 def test_default_tiles_spill_nothing(tiles: GemmTiles) -> None:
-    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):
+    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": "bfloat16"}):
         (one,) = planned(4096, 4096, 4096, tiles=tiles, arch="sm_90a", **options).launches
         binary = kc.build(one.module, "sm_90a")
         taken = binary.kernels["gemm_int8"]
@@ -119,7 +119,7 @@ def test_default_tiles_spill_nothing(tiles: GemmTiles) -> None:
 
 
 def test_boxes_are_the_slices_of_a_tile() -> None:
-    plan = planned(500, 300, 1008, arch="sm_90a", outliers=True, tiles=LARGE)
+    plan = planned(500, 300, 1008, arch="sm_90a", outliers="bfloat16", tiles=LARGE)
     (one,) = plan.launches
     assert one.grid == 8 and one.module.hopper
     boxes = {m.buffer: (m.dtype, m.box, m.strides[2]) for m in one.params

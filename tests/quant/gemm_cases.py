@@ -17,7 +17,7 @@ from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import settle_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from cupyattn.quant.activation import GLU, columns_of
@@ -87,23 +87,20 @@ class Product:
     def run_on(self, blocks: int, tiles: GemmTiles) -> np.ndarray:
         """Interpret the Hopper form as if a device ran no more than `blocks` at a time."""
         buffers = dict(zip(("a", "a_scales", "b", "b_scales"), self.operands, strict=True))
-        outliers = None
         if self.outliers is not None:
             buffers["a_16"], buffers["b_16"] = self.outliers
-            of_16 = [Operand.of(x) for x in self.outliers]
-            outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
         shape = len(self.a), columns_of(len(self.b), self.activation)
         c = np.empty(shape, STORAGE[self.out_dtype])
+        own = {name: Operand.of(x) for name, x in buffers.items()}
         bias = None if self.bias is None else Operand.of(self.bias)
-        places = ProductOperands(*(Operand.of(x) for x in (*self.operands, c)), bias=bias)
+        places = ProductOperands(**own, c=Operand.of(c), bias=bias)
         settled = settle_gemm(
-            {n: Operand.of(x) for n, x in buffers.items()}, places.strategy,
-            activation=self.activation, tiles=tiles, arch="sm_90a",
-        )  # fmt: skip
+            own, places.strategy, activation=self.activation, tiles=tiles, arch="sm_90a"
+        )
         plan = plan_gemm(
-            settled, places, self.out_dtype,
-            bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
-            outliers=outliers, blocks=blocks,
+            settled, places, self.out_dtype, blocks=blocks, activation=self.activation,
+            bias="" if self.bias is None else self.bias.dtype.name,
+            outliers="" if self.outliers is None else self.outliers[0].dtype.name,
         )  # fmt: skip
         for x in buffers.values():
             x.flags.writeable = False

@@ -17,7 +17,7 @@ from cupyattn.compiler import architectures, devices, target
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles, settle_gemm
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
@@ -205,18 +205,17 @@ def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # t
     blocks, lines = -(-k // BLOCK_SIZE), -(-n // BLOCK_SIZE)
     if options.pop("strategy", "block") == "channel":
         blocks, lines = 1, n
-    if options.pop("outliers", False):
-        of_16 = (Operand.contiguous((s, 64), 2) for s in (m, n))
-        options["outliers"] = OutlierOperands(*of_16, "bfloat16")
+    of_16 = {}
+    if "outliers" in options:
+        of_16 = {f"{x}_16": Operand.contiguous((s, 64), 2) for x, s in (("a", m), ("b", n))}
     operands = ProductOperands(
         Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
         Operand.contiguous((n, k), 1), Operand.contiguous((lines, blocks), 4),
         Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
         bias=Operand.contiguous((n,), STORAGE[x].itemsize) if (x := options.get("bias")) else None,
+        **of_16,
     )  # fmt: skip
-    copied = {"a": operands.a, "b": operands.b}
-    if (beside := options.get("outliers")) is not None:
-        copied |= {"a_16": beside.a_16, "b_16": beside.b_16}
+    copied = {"a": operands.a, "b": operands.b, **of_16}
     how = {name: options.pop(name) for name in ("tiles", "arch") if name in options}
     return plan_gemm(
         settle_gemm(copied, operands.strategy, **how), operands, out_dtype, **options
@@ -238,7 +237,7 @@ def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # t
 def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
     if arch not in target.supported_architectures():
         pytest.skip(f"this NVRTC does not know {arch}")
-    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):
+    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": "bfloat16"}):
         (one,) = planned(4096, 4096, 4096, tiles=tiles, **options).launches
         binary = kc.build(one.module, arch)
         taken = binary.kernels["gemm_int8"]
