@@ -24,7 +24,7 @@ from cupyattn.problem.gemm_form import (
 )
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
-from tests.gpu.support import arch_of, cupy, on_device
+from tests.gpu.support import Captured, arch_of, cupy, on_device
 from tests.quant.gemm_cases import REGIMES, Product, product
 from tests.quant.quant_inputs import operand
 
@@ -225,13 +225,5 @@ def test_a_call_can_be_captured() -> None:
     """It does not wait for the device, and allocates from the pool alone."""
     p = product(3, (256, 256, 512))
     operands = on_device(*p.operands)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        ca.int8_gemm(*operands, "float32")  # compiles, and leaves its memory to this stream's pool
-        stream.synchronize()
-        stream.begin_capture()
-        c = ca.int8_gemm(*operands, "float32")
-        graph = stream.end_capture()
-        graph.launch()
-        stream.synchronize()
+    c = Captured(lambda: ca.int8_gemm(*operands, "float32")).replay()
     assert c.get().tobytes() == p.mirror().tobytes()
