@@ -17,10 +17,11 @@ from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
+from cupyattn.plans.gemm import GemmPlan, ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import settle_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from cupyattn.quant.activation import GLU, columns_of
+from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
 from tests.quant.quant_inputs import operand
 from tests.support.runs import Guarded
 
@@ -130,6 +131,45 @@ class Product:
                 run()
         else:
             assert self.share_of_bound(run()) > 10
+
+
+def planned(
+    m: int,
+    n: int,
+    k: int,
+    out_dtype: str = "float16",
+    *,
+    strategy: str = "block",
+    bias: str = "",
+    activation: str = "",
+    outliers: str = "",
+    gates: int = 0,
+    blocks: int | None = None,
+    **how: Any,
+) -> GemmPlan:
+    """Plan a product of (m, n, k), of operands in C order; with `gates` it is added to a residual.
+
+    `how` may have tiles and an architecture.
+    """
+
+    def place(*shape: int, itemsize: int = STORAGE[out_dtype].itemsize) -> Operand:
+        return Operand.contiguous(shape, itemsize)
+
+    copied = {"a": place(m, k, itemsize=1), "b": place(n, k, itemsize=1)}
+    if outliers:
+        copied |= {"a_16": place(m, 64), "b_16": place(n, 64)}
+    c = place(m, columns_of(n, activation))
+    at = ProductOperands(
+        **copied, c=c, residual=c if gates else None,
+        a_scales=place(m, 1 if strategy == "channel" else -(-k // BLOCK_SIZE), itemsize=4),
+        b_scales=place(*scale_shape((n, k), BLOCK_SIZE, strategy), itemsize=4),
+        gate=place(gates, c.shape[1]) if gates else None,
+        bias=place(n, itemsize=STORAGE[bias].itemsize) if bias else None,
+    )  # fmt: skip
+    return plan_gemm(
+        settle_gemm(copied, at.strategy, activation=activation, **how), at, out_dtype, bias=bias,
+        activation=activation, outliers=outliers, blocks=blocks,
+    )  # fmt: skip
 
 
 def run(p: Product, tiles: GemmTiles) -> np.ndarray:

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
-from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import architectures, devices, target
-from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles, settle_gemm
+from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, Product, planned, product
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Tiles of other shapes: one row of warps, several, columns of two groups of scales.
@@ -199,50 +195,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
-
-
-def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]
-    blocks, lines = -(-k // BLOCK_SIZE), -(-n // BLOCK_SIZE)
-    if options.pop("strategy", "block") == "channel":
-        blocks, lines = 1, n
-    of_16 = {}
-    if "outliers" in options:
-        of_16 = {f"{x}_16": Operand.contiguous((s, 64), 2) for x, s in (("a", m), ("b", n))}
-    operands = ProductOperands(
-        Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
-        Operand.contiguous((n, k), 1), Operand.contiguous((lines, blocks), 4),
-        Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
-        bias=Operand.contiguous((n,), STORAGE[x].itemsize) if (x := options.get("bias")) else None,
-        **of_16,
-    )  # fmt: skip
-    copied = {"a": operands.a, "b": operands.b, **of_16}
-    how = {name: options.pop(name) for name in ("tiles", "arch") if name in options}
-    return plan_gemm(
-        settle_gemm(copied, operands.strategy, **how), operands, out_dtype, **options
-    )
-
-
-@pytest.mark.parametrize(
-    ("tiles", "arch"),
-    [
-        pytest.param(
-            tiles, arch, id=f"{tiles.block_m}x{tiles.block_n}-{arch}",
-            marks=[] if (tiles, arch) == (PORTABLE_TILES[0], "sm_80") else [pytest.mark.slow],
-        )
-        for tiles in PORTABLE_TILES
-        for arch in architectures.ARCHITECTURES
-        if arch in ("sm_80", "sm_90") or tiles is PORTABLE_TILES[0]
-    ],
-)  # fmt: skip
-def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
-    if arch not in target.supported_architectures():
-        pytest.skip(f"this NVRTC does not know {arch}")
-    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": "bfloat16"}):
-        (one,) = planned(4096, 4096, 4096, tiles=tiles, **options).launches
-        binary = kc.build(one.module, arch)
-        taken = binary.kernels["gemm_int8"]
-        assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, str(one.module))
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000))

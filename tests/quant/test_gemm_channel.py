@@ -13,20 +13,18 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.row_quant import plan_row_quant
-from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES
 from cupyattn.quant.activation import ACTIVATIONS
 from cupyattn.quant.blocks import MOST_CHANNEL_CODES
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product, run
+from tests.quant.gemm_cases import REGIMES, Product, planned, product, run
 from tests.quant.quant_inputs import DTYPES, operand
-from tests.quant.test_gemm import amid_others, planned
+from tests.quant.test_gemm import amid_others
 from tests.support.marks import slow, slow_unless
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
@@ -217,32 +215,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tiles", "arch"),
-    [
-        pytest.param(
-            tiles, arch, id=f"{tiles.block_m}x{tiles.block_n}-{tiles.cluster}-{arch}",
-            marks=[] if tiles in (HOPPER_TILES[0], PORTABLE_TILES[0]) else [pytest.mark.slow],
-        )
-        for tiles, arch in (
-            *((t, "sm_90a") for t in HOPPER_TILES), *((t, "sm_80") for t in PORTABLE_TILES),
-        )
-    ],
-)  # fmt: skip
-def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
-    of_arch = {"arch": arch} if arch == "sm_90a" else {}
-    (one,) = planned(
-        4096, 4096, 4096, tiles=tiles, strategy="channel", bias="bfloat16", activation="gelu",
-        **of_arch,
-    ).launches  # fmt: skip
-    binary = kc.build(one.module, arch)
-    taken = binary.kernels["gemm_int8_channel"]
-    assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-    assert "C75" not in binary.log  # ptxas would say that products are serialised
-    room = 227 if arch == "sm_90a" else 99
-    devices.check_shared_memory(binary.smem_bytes, room * 1024, str(one.module))
 
 
 def test_columns_whose_scales_lie_apart_are_read_one_by_one() -> None:
