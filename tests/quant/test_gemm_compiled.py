@@ -29,7 +29,7 @@ SPILLED_IN_TAILS = 12
 
 EVERY = [*((t, "sm_90a") for t in HOPPER_TILES), *((t, "sm_80") for t in PORTABLE_TILES)]
 #: Further tiles and architectures, of products with scales of blocks.
-PLAIN = [
+FURTHER = [
     (THREE, "sm_90a"), *((t, "sm_90") for t in PORTABLE_TILES),
     *((PORTABLE_TILES[0], arch) for arch in architectures.ARCHITECTURES),
 ]  # fmt: skip
@@ -47,11 +47,11 @@ def is_taken(tiles: GemmTiles, arch: str, after: str, strategy: str) -> bool:
 
 def cases() -> Iterator[Any]:
     every = [*itertools.product(EVERY, AFTER, STRATEGIES)]
-    plain = itertools.product(PLAIN, ("bias", "outliers"), ("block",))
-    for (tiles, arch), after, strategy in dict.fromkeys((*every, *plain)):
+    further = itertools.product(FURTHER, ("bias", "outliers"), ("block",))
+    for (tiles, arch), after, strategy in dict.fromkeys((*every, *further)):
         if is_taken(tiles, arch, after, strategy):
-            portable = (tiles, arch) == EVERY[-len(PORTABLE_TILES)] and after in ("bias", "outliers")
-            quick = portable or tiles == HOPPER_TILES[0]
+            plain = (tiles, arch) == (PORTABLE_TILES[0], "sm_80") and after in ("bias", "outliers")
+            quick = plain or tiles == HOPPER_TILES[0]
             name = f"{tiles.block_m}x{tiles.block_n}-{tiles.cluster}-{arch}-{after}-{strategy}"
             marks = [] if quick else [pytest.mark.slow]
             yield pytest.param(tiles, arch, after, strategy, id=name, marks=marks)
