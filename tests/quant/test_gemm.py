@@ -16,7 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, STRATEGIES
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, Product, planned, product
@@ -55,13 +55,14 @@ def test_the_exact_product_is_that_of_the_numbers() -> None:
     st.booleans(),
     st.sampled_from(ACTIVATIONS),
     st.integers(0, 20),
+    st.sampled_from(STRATEGIES),
 )
 def test_the_mirror_holds_its_bound(
-    seed, shape, regime, out_dtype, bias, activation, outliers
+    seed, shape, regime, out_dtype, bias, activation, outliers, strategy
 ) -> None:
     p = product(
         seed, shape, regime, out_dtype=out_dtype, bias=bias, activation=activation,
-        outliers=outliers,
+        outliers=outliers if strategy == "block" else 0, strategy=strategy,
     )  # fmt: skip
     c = p.run()
     assert c.dtype == STORAGE[out_dtype] and c.shape == shape[:2]
@@ -85,22 +86,23 @@ def test_no_activation_is_steeper_than_its_bound_says(activation: str) -> None:
     assert 0.99 * ACTIVATION_SLOPE[activation] < steepest < ACTIVATION_SLOPE[activation]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["scale of the next row", "scale of the next slice", "B scale of the first rows",
-     "last slice left out", "no bias", "other GELU"],
-)  # fmt: skip
-def test_a_fault_breaks_the_bound(fault: str) -> None:
-    p = product(2, (20, 140, 300), bias=True, activation="gelu")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_fault_breaks_the_bound(strategy: str) -> None:
+    p = product(2, (20, 140, 300), bias=True, activation="gelu", strategy=strategy)
     wrong = {
         "scale of the next row": p.but(a_scales=np.roll(p.a_scales, 1, axis=0)),
-        "scale of the next slice": p.but(a_scales=np.roll(p.a_scales, 1, axis=1)),
-        "B scale of the first rows": p.but(b_scales=p.b_scales[[0, 0]]),
         "last slice left out": p.but(a=np.where(np.arange(300) < 256, p.a, np.int8(0))),
         "no bias": p.but(bias=None),
+    }
+    wrong |= {
+        "scale of the next slice": p.but(a_scales=np.roll(p.a_scales, 1, axis=1)),
+        "B scale of the first rows": p.but(b_scales=p.b_scales[[0, 0]]),
         "other GELU": p.but(activation="gelu_tanh"),
-    }[fault]
-    assert p.share_of_bound(wrong.mirror()) > 10
+    } if strategy == "block" else {
+        "scale of the next column": p.but(b_scales=np.roll(p.b_scales, 1, axis=0)),
+    }  # fmt: skip
+    for fault, other in wrong.items():
+        assert p.share_of_bound(other.mirror()) > 10, fault
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -146,21 +148,26 @@ def amid_others(p: Product, offset: int, **more: Any) -> Product:
     return q.but(**{n: getattr(q, n).reshape(2, 17, -1) for n in ("a", "a_scales")})
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("offset", [1, 4])
-def test_operands_amid_others(offset: int) -> None:
-    p = product(6, (34, 33, 200), outliers=8)
-    q = amid_others(p, offset, outliers=(p.outliers[0].reshape(2, 17, 8), p.outliers[1]))
-    c = q.run(backend="interpret", tiles=SMALL)
-    assert c.shape == (2, 17, 33) and p.share_of_bound(c.reshape(34, 33)) <= 1
+def test_operands_amid_others(offset: int, strategy: str) -> None:
+    n, outliers = (33, 8) if strategy == "block" else (36, 0)
+    p = product(6, (34, n, 200), outliers=outliers, strategy=strategy)
+    pair = p.outliers and (p.outliers[0].reshape(2, 17, 8), p.outliers[1])
+    c = amid_others(p, offset, outliers=pair).run(backend="interpret", tiles=SMALL)
+    assert c.shape == (2, 17, n) and p.share_of_bound(c.reshape(34, n)) <= 1
+    assert outliers or c.tobytes() == p.mirror().tobytes()
 
 
-def test_a_scale_that_is_nan_poisons_what_it_belongs_to() -> None:
-    p = product(7, (33, 140, 256))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_scale_that_is_nan_poisons_what_it_belongs_to(strategy: str) -> None:
+    p = product(7, (33, 140, 256), strategy=strategy)
     a_scales, b_scales = p.a_scales.copy(), p.b_scales.copy()
-    a_scales[3, 1] = b_scales[1, 0] = np.nan
+    line, columns = (1, slice(128, None)) if strategy == "block" else (77, 77)
+    a_scales[3, -1] = b_scales[line, 0] = np.nan
     q = p.but(a_scales=a_scales, b_scales=b_scales)
     expected = p.mirror()
-    expected[3], expected[:, 128:] = np.nan, np.nan
+    expected[3], expected[:, columns] = np.nan, np.nan
     for backend in ("mirror", "interpret"):
         tiles = SMALL if backend == "interpret" else None
         np.testing.assert_array_equal(q.run(backend=backend, tiles=tiles), expected)
