@@ -13,7 +13,7 @@ import pytest
 
 from cupyattn import attention, plan
 from cupyattn.arrays.operand import Operand
-from cupyattn.plans.prepare_rows import plan_rotation
+from cupyattn.plans.prepare_rows import Prepares, plan_preparation
 from cupyattn.problem.row_preparation import Rope
 from cupyattn.runtime import ready
 from tests.gpu.support import Captured, arch_of, attend, embedded, on_device, run
@@ -49,7 +49,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interlea
     turned = cupy.empty(x.shape, x.dtype)
     cos, sin = on_device(rope.cos, rope.sin)
     buffers = {"x": given, "turned": turned, "rope_cos": cos, "rope_sin": sin}
-    ready.run(plan_rotation(Operand.of(given), dtype, rope.pairs, 9), buffers)
+    ready.run(plan_preparation(Operand.of(given), dtype, Prepares("q", rope.pairs, 9)), buffers)
     assert bits(turned) == bits(rope.turned(x, x[:, :, :0])[0])
 
 
