@@ -16,8 +16,8 @@ from cupyattn.gradients.problem import BackwardProblem
 #: The terms, in the order in which the kernels round.
 TERMS = ("R8", "R9", "R10", "R11", "R12")
 
-#: R12 of a gradient by its name: of the sizes of its terms, errors included, of their number, and
-#: of the elements of which nothing is promised.
+#: Function that returns R12 of a gradient. Arguments: its name, the sizes of its terms with their
+#: errors, the number of terms, and which elements have no bound.
 Summed = Callable[[str, Array, Array, Array], Array]
 
 
@@ -34,8 +34,8 @@ class GradientBounds:
 
     Notes
     -----
-    +inf means that nothing is promised: operands of a key head that are not all finite, or a number
-    that leaves the range of its type.
+    +inf means that there is no bound: an operand of the key head is not finite, or a number leaves
+    the range of its type.
     """
 
     dq: dict[str, Array]
@@ -65,7 +65,7 @@ class BlockErrors:
     largest_dS: Array
     of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
     largest_of_bias: Array
-    bad: Array  # boolean: nothing is promised, and the others are 0
+    bad: Array  # boolean: there is no bound, and the others are 0
 
 
 class BlockSums:

@@ -180,7 +180,7 @@ def _cells(record: Any) -> Iterator[Cell]:
 def named_objects(
     node: Any, also: Sequence[str] = (), above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield the objects of a record, each with its names behind those of objects that hold it.
+    """Yield the objects of a record, each with its names behind the names of its parents.
 
     `also` are keys whose text is a name, beside `own_names`.
     """
