@@ -114,6 +114,15 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
     return xp.where((value == expected) | (xp.isnan(value) & xp.isnan(expected)), 0.0, ratio)
 
 
+def worst_of(ratio: Array) -> tuple[float, tuple[int, ...]]:
+    """Return the largest ratio and its index, or 0 for an empty array."""
+    if ratio.size == 0:
+        return 0.0, ()
+    index = np.unravel_index(int(ratio.argmax()), ratio.shape)
+    at = tuple(int(i) for i in index)
+    return float(ratio[at]), at
+
+
 def softmax_perturbation(
     P: Array, d: Array, v: Array, o: Array
 ) -> tuple[Array, Array, Array, Array]:

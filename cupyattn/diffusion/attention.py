@@ -206,8 +206,8 @@ class Int8Attention:
         for variant in ("fa_tc", "fa_int8"):
             tiles = self._tiles(variant, "portable")
             if tiles is not None:
-                defines = {**tiles.defines(), "CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
-                spec = ModuleSpec(f"attn_{variant}.cu", tuple(sorted(defines.items())))
+                own = {"CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
+                spec = ModuleSpec.of(f"attn_{variant}.cu", tiles.defines(), own)
                 check_tiles(spec, tiles, f"{variant} (portable)")
         self._settings = Int8AttentionSettings(
             attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,

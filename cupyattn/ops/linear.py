@@ -25,7 +25,7 @@ from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
+from cupyattn.quant.blocks import BLOCK_SIZE, by_column, check_codes, strategy_of_weight
 from cupyattn.quant.rotation import arranged, check_rotation, rotated
 from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.gemm import by_row
@@ -307,8 +307,8 @@ class Int8Linear:
         size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
         step_x, step_w = as_float64(scales), as_float64(scales_of_w)  # (rows, 1), by channel
         if self.strategy == "block":
-            step_x = _spread(scales, size_x.shape, across=False)
-            step_w = _spread(scales_of_w, size_w.shape, across=True)
+            step_x, step_w = (by_column(x, BLOCK_SIZE, size_x.shape[1]) for x in (step_x, step_w))
+            step_w = step_w.repeat(BLOCK_SIZE, axis=0)[: len(size_w)]
         if self.rotate is None:
             error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
         else:
@@ -578,9 +578,3 @@ def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
 def _on_host(*arrays: Array | None) -> Iterator[Any]:
     """Return NumPy arrays of the same numbers; None stays None."""
     return (None if x is None else on_host(x) for x in arrays)
-
-
-def _spread(scales: Array, shape: tuple[int, ...], *, across: bool) -> Float64:
-    """Return the scale of every element; across: blocks span rows, too."""
-    spread = as_float64(scales).repeat(BLOCK_SIZE, axis=1)[:, : shape[1]]
-    return np.asarray(spread.repeat(BLOCK_SIZE, axis=0)[: shape[0]] if across else spread)

@@ -127,8 +127,7 @@ def clear_padding(
     features = Features(
         call.dtype, call.head_dim, lse=call.return_lse, vec=widest(o), padded=True
     )  # one module for all rungs
-    defines = {**_CLEARED.defines(), **features.defines()}
-    spec = ModuleSpec("prepare/clear_padding.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of("prepare/clear_padding.cu", _CLEARED.defines(), features.defines())
     blocks = -(-call.len_q // _CLEARED.block_q)
     grid = check_grid("clearing the padding", blocks, call.batch, call.heads)
     structs = ((ATTN_PARAMS, params),)

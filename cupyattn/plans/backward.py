@@ -276,11 +276,10 @@ class _Kernels:
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
         entry = f"backward_{name}_wide" if wide else f"backward_{name}"
         grid = check_grid(entry, *counts)
-        defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
+        own = {self.option: 1} if self.option else {}
         if dq is not None:
-            defines["CFG_DQ"] = dq
-        if self.option:
-            defines[self.option] = 1
-        spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
+            own["CFG_DQ"] = dq
+        source = f"backward/{self.folder}{entry}.cu"
+        spec = ModuleSpec.of(source, tiles.defines(), self.features.defines(), own)
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

@@ -162,8 +162,8 @@ def plan_norm_quant(
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
         steps = -(-each // -(-each // _STEPS))
-    defines = {**tiles.defines(), **features.defines(), "CFG_BLOCKS_PER_SM": resident}
-    spec = ModuleSpec("linear/norm_quant.cu", tuple(sorted(defines.items())))
+    own = {"CFG_BLOCKS_PER_SM": resident}
+    spec = ModuleSpec.of("linear/norm_quant.cu", tiles.defines(), features.defines(), own)
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",

@@ -335,7 +335,7 @@ def _launch(
     what = " and ".join(str(one.part.x.shape) for one in now.values())
     grid = check_grid(f"quantising {what}", turns.grid)
     entry = "quantize" if makes_codes else "quantize_reduce"
-    spec = ModuleSpec(f"prepare/{entry}.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of(f"prepare/{entry}.cu", defines)
     struct = PREPARED_QUANTIZE_PARAMS if _preparing(now) else QUANTIZE_PARAMS
     structs = tuple(
         (struct, {**now[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"

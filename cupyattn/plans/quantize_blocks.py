@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.quant.quantizers import VALUES_PAD
 
 #: Warps of a block, and registers of a thread for rows, in the order in which they are tried. The
@@ -37,10 +37,7 @@ class Blocks:
         """Return the first of `_BLOCKS` that holds whole groups of rows, or the first of all."""
         (head_dim, itemsize), *_ = {(x.shape[3], x.itemsize) for x in operands}
         columns = head_dim // 2 if pairs else 0
-        vec = max(
-            width for width in (1, 2, 4, 8)
-            if columns % width == 0 and all(x.allows(width) for x in operands)
-        )  # fmt: skip
+        vec = math.gcd(widest(*operands), columns)
         first, *further = (cls(head_dim, itemsize, vec, pairs, *block) for block in _BLOCKS)
         return next((one for one in (first, *further) if one.holds(groups)), first)
 

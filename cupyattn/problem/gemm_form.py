@@ -381,7 +381,7 @@ def _check_form(tiles: GemmTiles, form: str, entry: str) -> None:
             "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
             f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
         )
-    spec = ModuleSpec(_source(form, entry), tuple(sorted(tiles.defines().items())))
+    spec = ModuleSpec.of(_source(form, entry), tiles.defines())
     check_tiles(spec, tiles, f"int8_gemm ({form})")
 
 

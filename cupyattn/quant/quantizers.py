@@ -240,17 +240,10 @@ def quantize_values(
     Scale, code and error as in `quantize_symmetric`. e4m3 has scale fl(A / 448) and an error of at
     most ``max(|x| (2^-4 + 2^-20), s 2^-10 (1 + 2^-9))``: half a unit of its last place.
     """
-    batch, heads, length, head_dim = v.shape
+    length = v.shape[2]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = v.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
-        starts = np.arange(0, length, min(group, max(1, length)))
-        if length:
-            absmax = np.asarray(np.maximum.reduceat(np.abs(values), starts, axis=2))
-        else:
-            absmax = np.zeros((batch, heads, group_count(0, group), head_dim), np.float32)
-        absmax = _of_tensor(absmax) if per_tensor else absmax
+        values = _less_mean(v, mean)
+        absmax = _channel_max(np.abs(values), group, per_tensor)
         scale, inverse = scale_of_absmax(absmax, E4M3_MAX if e4m3 else INT8_MAX)
         scaled = values * value_scale_of_key(inverse, group, length)
         scaled = np.where(np.isnan(scaled), np.float32(0), scaled)
@@ -261,9 +254,25 @@ def quantize_values(
     return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
 
 
-def _of_tensor(reach: Float32) -> Float32:
-    """Return the largest of all channels for each of them."""
-    return np.full_like(reach, reach.max(initial=np.float32(0)))
+def _less_mean(x: Array, mean: Float32 | None) -> Float32:
+    """Return numbers in float32, less the mean of their channel if there is one."""
+    values: Float32 = x.astype(np.float32)
+    return values if mean is None else values - mean[:, :, None, :]
+
+
+def _channel_max(values: Float32, group: int, per_tensor: bool) -> Float32:
+    """Return the largest number of each channel of each group of keys, or of all, as `_largest`."""
+    found = _largest(values, group)
+    return np.full_like(found, found.max(initial=np.float32(0))) if per_tensor else found
+
+
+def _largest(values: Float32, group: int) -> Float32:
+    """Return the largest number of each group along axis 2, 0 or more, NaN if a member is."""
+    length = values.shape[2]
+    if length == 0:
+        return np.zeros((*values.shape[:2], group_count(0, group), *values.shape[3:]), np.float32)
+    starts = np.arange(0, length, min(group, length))
+    return np.asarray(np.maximum(np.maximum.reduceat(values, starts, axis=2), np.float32(0)))
 
 
 def quantize_values_affine(
@@ -286,19 +295,11 @@ def quantize_values_affine(
     -----
     Code and error as in `quantize_affine`.
     """
-    batch, heads, length, head_dim = v.shape
+    length = v.shape[2]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = v.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
-        starts = np.arange(0, length, min(group, max(1, length)))
-        sides = np.zeros((2, batch, heads, group_count(length, group), head_dim), np.float32)
-        if length:
-            for side, x in zip(sides, (values, -values), strict=True):
-                side[...] = np.maximum(np.maximum.reduceat(x, starts, axis=2), np.float32(0))
-        if per_tensor:
-            sides = np.stack([_of_tensor(side) for side in sides])
-        scale, inverse, zero = coding_of_range(*sides)
+        values = _less_mean(v, mean)
+        above, below = (_channel_max(side, group, per_tensor) for side in (values, -values))
+        scale, inverse, zero = coding_of_range(above, below)
         scaled = values * value_scale_of_key(inverse, group, length)
         codes = code_of(scaled, value_scale_of_key(zero, group, length))
     return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False), zero
@@ -434,9 +435,7 @@ def quantize_symmetric(
     """
     most = np.float32(largest)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = x.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
+        values = _less_mean(x, mean)
         absmax = _group_max(np.abs(values), group, per_tensor)
         if static_scale is None:
             scale, inverse = scale_of_absmax(absmax, most)
@@ -481,9 +480,7 @@ def quantize_affine(
     MATH_REFERENCE.md [L15].
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = x.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
+        values = _less_mean(x, mean)
         above, below = (_group_max(side, group, per_tensor) for side in (values, -values))
         scale, inverse, zero = coding_of_range(above, below)
         scaled = values * scale_of_row(inverse, group, x.shape[2])[..., None]
@@ -493,11 +490,6 @@ def quantize_affine(
 
 def _group_max(values: Float32, group: int, per_tensor: bool) -> Float32:
     """Return the largest number of each group, 0 or more, NaN or infinite where a member is."""
-    batch, heads, length, _ = values.shape
     if per_tensor:
         return np.full((1, 1, 1), values.max(initial=np.float32(0)), np.float32)
-    rows = np.maximum(values.max(axis=-1), np.float32(0))
-    if length == 0:
-        return np.zeros((batch, heads, group_count(0, group)), np.float32)
-    starts = np.arange(0, length, min(group, length))
-    return np.asarray(np.maximum.reduceat(rows, starts, axis=-1))
+    return _largest(values.max(axis=-1), group)

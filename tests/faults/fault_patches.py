@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import KERNELS
+from cupyattn.interpret import KernelFault
 from cupyattn.interpret.findings import KINDS
 from cupyattn.kernels import ladder
 from experiments._harness import patches
@@ -91,6 +93,15 @@ def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> No
     source = folder / f"attn_{variant}.cu"
     wrong = replace(ladder.VARIANTS[variant], source=source)
     monkeypatch.setitem(ladder.VARIANTS, variant, wrong)
+
+
+def check_found(run: Callable[[], bool], finding: str) -> None:
+    """Assert that a mistake is found: a hazard, or "": `run` returns that the result is wrong."""
+    if finding:
+        with pytest.raises(KernelFault, match=finding):
+            run()
+    else:
+        assert run()
 
 
 def put_a_line_in_place(

@@ -41,6 +41,30 @@ def on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
     return tuple(cupy.asarray(array) for array in arrays)
 
 
+class Captured:
+    """A call in a CUDA graph: made once before, which compiles it and fills the pool of its stream.
+
+    Nothing in it may wait for the device.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with self.stream:
+            call()
+            self.stream.synchronize()
+            self.stream.begin_capture()
+            self.result = call()
+            self._graph = self.stream.end_capture()
+
+    def replay(self) -> Any:
+        """Launch the graph after all other work, and return the results of the captured call."""
+        cupy.cuda.Device().synchronize()
+        self._graph.launch(self.stream)
+        self.stream.synchronize()
+        return self.result
+
+
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """Keep the current stream of the current device busy until the end of the block."""

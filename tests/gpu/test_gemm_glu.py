@@ -17,8 +17,7 @@ from cupyattn.quant.activation import GLU
 from cupyattn.quant.blocks import STRATEGIES
 from cupyattn.reference.gemm import activate
 from tests.gpu.support import arch_of, cupy, on_device
-from tests.gpu.test_gemm import CELLS, FORMS, capability
-from tests.gpu.test_gemm_channel import CELLS as CHANNEL_CELLS
+from tests.gpu.test_gemm import CELLS_OF, FORMS, capability
 from tests.quant.gemm_cases import REGIMES, product
 from tests.quant.test_gemm_channel import activations
 
@@ -34,7 +33,7 @@ def arch_of_form(form: str) -> str | None:
     ("form", "tiles", "strategy", "kind"),
     [
         (*cell, strategy, KINDS[number % len(KINDS)])
-        for strategy, cells in (("block", CELLS), ("channel", CHANNEL_CELLS))
+        for strategy, cells in CELLS_OF.items()
         for number, cell in enumerate(cells)
     ],
     ids=str,

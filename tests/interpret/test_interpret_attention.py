@@ -23,6 +23,7 @@ from cupyattn.reference.quantize import quantize_mirror
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support import runs
 from tests.support.marks import slow_unless
+from tests.support.problems import drawn_values
 from tests.support.runs import (
     CELLS,
     PLAIN,
@@ -96,21 +97,7 @@ def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, ...]) -> No
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     lengths = st.integers(1, 70) | st.sampled_from([15, 16, 17, 31, 32, 33, 63, 64, 65])
-    heads_kv, group = (data.draw(st.integers(1, 2)) for _ in range(2))
-    len_q, len_kv = data.draw(lengths), data.draw(lengths)
-    head_dim = data.draw(st.sampled_from(head_dims(rung)))
-    inputs = strategies.make_regime(
-        data.draw(st.sampled_from(strategies.REGIMES)),
-        (1, heads_kv * group, len_q, head_dim),
-        (1, heads_kv, len_kv, head_dim),
-        dtype,
-        data.draw(st.integers(0, 2**32 - 1)),
-    )
-    options = {
-        "causal": data.draw(st.booleans()),
-        "causal_align": data.draw(st.sampled_from(["bottom-right", "top-left"])),
-        "scale": data.draw(st.none() | st.floats(0.01, 1.0)),
-    }
+    inputs, options = drawn_values(data, lengths, head_dims(rung), dtype)
     run(rung, inputs, **options).check()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -290,24 +289,6 @@ def test_the_ceiling_is_the_harmonic_mean_of_both_products() -> None:
     assert device.ceiling("int8", 86, 82, 1.7e9) is None
     for variant in ladder.VARIANTS.values():
         assert device.ceiling(variant.family, 80, 108, 1.41e9) is not None
-
-
-def test_without_nvml_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def no_nvml(bus: str) -> Iterator[None]:
-        yield None
-
-    def answer(command: list[str], **_: Any) -> Any:
-        assert "--id=0000:01:00.0" in command
-        return types.SimpleNamespace(returncode=0, stdout="1980, 1980, 3201, [N/A], 41\n")
-
-    monkeypatch.setattr(nvml, "monitor", no_nvml)
-    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(device.subprocess, "run", answer)
-    assert device.clocks("0000:01:00.0") == {
-        "sm_clock_mhz": 1980.0, "sm_clock_max_mhz": 1980.0, "memory_clock_mhz": 3201.0,
-        "temperature_c": 41.0,
-    }  # fmt: skip
 
 
 class Meter:

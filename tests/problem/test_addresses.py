@@ -17,6 +17,7 @@ from cupyattn.arrays import described, interchange, memory
 from cupyattn.ops import operation
 from docs import write_api
 from tests.problem.array_calls import CALLS, MODULES, ON_THE_HOST, WITHOUT_ARRAYS, K, Q, V
+from tests.support.foreign import Foreign
 
 #: The arguments of each call, and those whose elements have more than one byte.
 EVERY = {name: list(given) for name, (given, _) in CALLS.items()}
@@ -174,19 +175,6 @@ def test_mapped_files_are_taken(name: str, tmp_path: Path) -> None:
         mapped = np.memmap(tmp_path / argument, x.dtype, "w+", offset=3, shape=x.shape)
         mapped[...] = x
         assert bits(call({**given, argument: mapped})) == wanted, argument
-
-
-class Foreign:
-    """An array of a library that has DLPack and nothing else."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
 
 
 def test_misaligned_arrays_come_in_by_dlpack() -> None:

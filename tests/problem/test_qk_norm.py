@@ -26,7 +26,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
-from cupyattn.plans.prepare_rows import Prepares, plan_normalising
+from cupyattn.plans.prepare_rows import Prepares, plan_preparation
 from cupyattn.plans.quantize import Part, plan_quantize
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
@@ -322,7 +322,7 @@ def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
         n: Part(x, g, smooth=n == "k", prepares=Prepares(n, *how[kind], 1e-6))
         for n, g in (("q", 2), ("k", 16))
     }
-    passes = plan_normalising(x, dtype, Prepares("q", *how[kind], 1e-6))
+    passes = plan_preparation(x, dtype, Prepares("q", *how[kind], 1e-6))
     for launch in (*plan_quantize(dtype, **part).launches, *passes.launches):
         used = kc.build(launch.module, "sm_90").kernels[launch.entry]
         assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0)
@@ -344,7 +344,7 @@ def test_the_pass_prepares_to_the_bit(dtype: str, head_dim: int, pad: int, kind:
     how = preparation(head_dim, **options_of(head_dim, kind))
     for i, (x, expected) in enumerate(zip((q, k), how.stored(q, k), strict=True)):
         laid = embedded(x, pad) if pad else x
-        made = plan_normalising(Operand.of(laid), dtype, prepares(how)["qk"[i]])
+        made = plan_preparation(Operand.of(laid), dtype, prepares(how)["qk"[i]])
         turned = np.empty(x.shape, x.dtype)
         buffers = {name: memory.as_input(a) for name, a in {"x": laid, **how.buffers}.items()}
         interpret.run(made, {**buffers, "turned": turned})

@@ -49,3 +49,9 @@ def assert_mean(found: npt.NDArray, x: npt.NDArray) -> None:
     rows = of_mean(x).astype(np.float64)
     slack = (rows.shape[2] + 1) * 2.0**-24 * np.abs(rows).mean(axis=2) + 2.0**-149
     assert (np.abs(found - rows.mean(axis=2)) <= slack).all()
+
+
+def same_bytes(found: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> bool:
+    return [(a.shape, a.dtype, a.tobytes()) for a in found] == [
+        (a.shape, a.dtype, a.tobytes()) for a in expected
+    ]

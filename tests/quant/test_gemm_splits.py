@@ -15,8 +15,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, product, run
-from tests.quant.test_gemm import planned
+from tests.quant.gemm_cases import REGIMES, planned, product, run
 from tests.support.marks import slow_unless
 
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)

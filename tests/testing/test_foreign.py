@@ -17,6 +17,7 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.reference import attention_exact
 from cupyattn.strategies import attention_inputs
 from cupyattn.testing import assert_within_bound, judge, numerics
+from tests.support.foreign import Foreign
 
 TYPES = {"fp32": np.float32, "fp16": np.float16, "bf16": STORAGE["bfloat16"]}
 
@@ -220,18 +221,6 @@ def test_each_word_widens_the_bound() -> None:
 
 
 def test_tensors_and_arrays_of_any_library_are_judged() -> None:
-    class Foreign:
-        """An array with DLPack alone."""
-
-        def __init__(self, array: Any) -> None:
-            self.array = array
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.array.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self.array.__dlpack_device__()
-
     q, k, v = ordinary()
     o = run(Kernel("fp16"), q, k, v)
     assert judge(*map(Foreign, (o, q, k, v)), numerics=numerics("fp16 P")).passed
