@@ -107,7 +107,7 @@ def plan_backward(
         Whether the plan also reads the buffer ``"d_lse"``, in the layout of ``"lse"``.
     given_sums : bool
         Whether the plan reads M and the factor of coarse rows, over all their keys, from the
-        buffers ``"given_M"`` and ``"given_factor"``, in that layout. Not with `d_lse`.
+        buffers ``"given_M"`` and ``"given_factor"``, in that layout.
 
     Returns
     -------
@@ -146,7 +146,7 @@ def plan_backward(
     ]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
     delta = kernels.with_d_lse() if d_lse else kernels
-    delta = kernels.with_sums(SUMMED_DELTA_PARAMS, *GIVEN_SUMS) if given_sums else delta
+    delta = delta.with_sums(SUMMED_DELTA_PARAMS, *GIVEN_SUMS) if given_sums else delta
     launches = delta.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
     )
@@ -230,13 +230,13 @@ class _Kernels:
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
-    option: str = ""
+    options: tuple[str, ...] = ()
 
     def with_d_lse(self) -> _Kernels:
         """Return the kernels that read the gradient with respect to lse."""
         call, (_, grad) = self.structs
         structs = call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})
-        return replace(self, structs=structs, option="CFG_D_LSE")
+        return replace(self, structs=structs, options=("CFG_D_LSE",))
 
     def masked(self, fields: Mapping[str, Any]) -> _Kernels:
         """Return the Hopper kernel that reads a packed mask."""
@@ -247,7 +247,7 @@ class _Kernels:
         """Return the kernels that read or write sums of coarse rows, in buffers of these names."""
         call, (_, grad) = self.structs
         structs = call, (struct, grad | {name: name for name in buffers})
-        return replace(self, structs=structs, option="CFG_PART_SUMS")
+        return replace(self, structs=structs, options=(*self.options, "CFG_PART_SUMS"))
 
     def with_maps(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
         """Return the Hopper kernels, with copies of so many rows of each operand."""
@@ -279,8 +279,7 @@ class _Kernels:
         defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
         if dq is not None:
             defines["CFG_DQ"] = dq
-        if self.option:
-            defines[self.option] = 1
+        defines |= dict.fromkeys(self.options, 1)
         spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()
