@@ -84,7 +84,7 @@ def plan_scores(
         }  # fmt: skip
     bias_map = unread
     if operands.bias is not None:
-        bias = _narrowed(operands.bias)
+        bias = narrowed(operands.bias)
         values |= {
             "bias_batch": int(bias.shape[0] > 1), "bias_head": int(bias.shape[1] > 1),
             "bias_once": int(bias.shape[:2] == (call.batch, call.heads)),
@@ -136,7 +136,7 @@ def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> Sc
     return ScorePlan((packing,), ({**fields, "row_tiles": packed["key_tiles"]},), workspace[:2])
 
 
-def _narrowed(x: Operand) -> Operand:
+def narrowed(x: Operand) -> Operand:
     """Return a broadcast array as it is stored: one entry along each broadcast axis."""
     shape = tuple(1 if step == 0 else n for n, step in zip(x.shape, x.steps, strict=True))
     return replace(x, shape=shape)
@@ -147,11 +147,11 @@ def _packed_mask(
 ) -> tuple[dict[str, Any], tuple[Workspace, ...]]:
     """Return the layouts of a mask's bits and of the lists of its steps."""
     q_tiles, key_tiles = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
-    batches, heads = _narrowed(mask).shape[:2]
+    batches, heads = narrowed(mask).shape[:2]
     rows = q_tiles if kind == "rows" else 1
     list_batches, list_heads, list_rows = batches, heads, rows
     if kept_blocks is not None:
-        kept = _narrowed(kept_blocks).shape
+        kept = narrowed(kept_blocks).shape
         list_batches, list_heads = max(batches, kept[0]), max(heads, kept[1])
         list_rows = q_tiles
     aligned = mask.steps[3] == 1 and not any(s % 8 for s in mask.steps[:3])
