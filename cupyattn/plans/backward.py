@@ -17,7 +17,7 @@ from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.scored import narrowed, plan_transposed_mask
+from cupyattn.plans.scored import narrowed, plan_mask, plan_transposed_mask
 from cupyattn.plans.structs import (
     ATTN_PARAMS,
     BACKWARD_PARAMS,
@@ -158,15 +158,18 @@ def plan_backward(
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
     if kernel.on_hopper:
-        with_maps = kernels
-        if at.mask is not None:
-            packed = plan_transposed_mask(call, at.mask, keys_tiles)
-            launches, workspace = (*launches, *packed.passes), [*workspace, *packed.workspace]
-            with_maps = kernels.masked(*packed.structs)
-        keys = queries = with_maps.with_maps({
+        boxes_of = {
             "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
             "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
-        })  # fmt: skip
+        }  # fmt: skip
+        if at.mask is not None:
+            packed = [plan_transposed_mask(call, at.mask, keys_tiles)]
+            if dq_of_keys == NO_DQ:  # the kernel of dQ has query rows as rows
+                packed.append(plan_mask(call, at.mask, queries_tiles, "row_"))
+            for one in packed:
+                launches, workspace = (*launches, *one.passes), [*workspace, *one.workspace]
+            keys, queries = (kernels.masked(*packed[n].structs) for n in (0, -1))
+        keys, queries = keys.with_maps(boxes_of), queries.with_maps(boxes_of)
         if at.bias is not None:
             keys = keys.biased(at.bias, call.bias, keys_tiles.block_q)
         sums = replace(kernels, folder="sm90/")

@@ -90,6 +90,10 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
                 (128, "float16", {"mask": True, "window": True}),
                 (128, "bfloat16", {"softcap": 2.0, "block_mask": (128, 128)}),
                 (96, "float16", {"mask": True, "softcap": 2.0, "causal": True}),
+                (256, "float16", {"mask": True}),
+                (160, "float16", {"mask": True, "window": True}),
+                (256, "bfloat16", {"mask": True, "window": True}),
+                (256, "bfloat16", {"mask": True, "softcap": 2.0}),
             )
         ),
     ],
@@ -158,7 +162,14 @@ def check_kernels(call: Any, **changed: Operand) -> None:
             "takes no bias with a softcap or of packed sequences",
         ),
         ({"head_dim": 136, "bias": "float16"}, {"bias": BIAS}, "takes no bias past head_dim 128"),
-        ({"head_dim": 136, "mask": True}, {"mask": BIAS}, "takes no mask past head_dim 128"),
+        (
+            {"head_dim": 136, "mask": True, "causal": True}, {"mask": BIAS},
+            "past head_dim 128 the Hopper form takes no mask with causal=True",
+        ),
+        (
+            {"head_dim": 136, "mask": True, "window": True, "softcap": 2.0}, {"mask": BIAS},
+            "nor with window and softcap: let the mask say which keys a row has",
+        ),
         (
             {"mask": True, "block_mask": (128, 128)}, {"mask": BIAS},
             "takes no mask with a block mask or of packed sequences",
@@ -234,7 +245,7 @@ def test_gradients_of_fewer_rows_are_within_their_bound() -> None:
     ("number", "form"),
     [
         *((number, form) for number in range(11) for form in HOPPER_FORMS),
-        *((number, "sm90_deterministic") for number in range(11, 16)),
+        *((number, "sm90_deterministic") for number in range(11, 18)),
     ],
 )
 def test_gradients_are_within_their_bound(number: int, form: str) -> None:
