@@ -176,7 +176,8 @@ def backward_support(
         return Support(
             False,
             f"past head_dim {SUMMED} the Hopper form takes no mask with causal=True or a window "
-            "that has a last key, nor with window and softcap: let the mask say which keys a row has",
+            "that has a last key, nor with window and softcap: let the mask say which keys a row "
+            "has",
         )
     if call.mask and (call.block_mask != (0, 0) or call.packed is not None):
         return Support(

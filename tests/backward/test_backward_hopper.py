@@ -168,7 +168,7 @@ def check_kernels(call: Any, **changed: Operand) -> None:
         ),
         (
             {"head_dim": 136, "mask": True, "window": True, "softcap": 2.0}, {"mask": BIAS},
-            "nor with window and softcap: let the mask say which keys a row has",
+            "nor with window and softcap: let the mask say which keys",
         ),
         (
             {"mask": True, "block_mask": (128, 128)}, {"mask": BIAS},
