@@ -308,6 +308,7 @@ def resolve_sharded(
             **({} if coding is None else coding.compared), "backend": own_call.backend,
             **{n: _in_words(packed[n].tolist()) for n in SEQUENCES if packed},
             "autograd": settings.recorded, "return_lse": asked.return_lse,
+            "d_lse": "d_lse" in arrays,
             "deterministic": bool(settings.deterministic), "wide_sums": settings.wide_sums,
         }  # fmt: skip
         own = {"len_q": own_call.rows["q"].shape[2], "len_kv": own_call.rows["k"].shape[2]}

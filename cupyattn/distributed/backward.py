@@ -21,6 +21,7 @@ from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.distributed.ring import circulate, differentiate
 from cupyattn.gradients.exact import Gradients, coarse_rows
 from cupyattn.ops.part_sums import added_sums, all_keys_sums
+from cupyattn.plans.backward import GIVEN_SUMS
 from cupyattn.problem.attention import AttentionProblem
 from cupyattn.problem.backward_form import check_backward
 from cupyattn.problem.borrowed_names import explains_foreign_arguments
@@ -44,6 +45,7 @@ def parallel_attention_backward(
     ulysses: int | None = None,
     partition: Any = "contiguous",
     layout: str = "BHSD",
+    d_lse: Any = None,
     deterministic: bool = False,
     **options: Unpack[ShardedGradientOptions],
 ) -> Gradients:
@@ -64,6 +66,8 @@ def parallel_attention_backward(
         differ.
     scale, causal, causal_align, window, softcap, layout
         As in the forward pass.
+    d_lse : array, float32, (batch, heads, own rows), optional
+        The gradient with respect to lse. Given on every rank or on none.
     deterministic, arch, backend
         As for `cupyattn.attention_backward`. With True, the same group returns the same bits on
         every run.
@@ -106,6 +110,8 @@ def parallel_attention_backward(
     settings = Settings(layout=layout, **options)
     asked = ShardedSettings(settings.without_rung, method, ulysses, partition, deterministic)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if d_lse is not None:
+        arrays["d_lse"] = d_lse
     return run_backward_of("parallel_attention_backward", asked, group, arrays)
 
 
@@ -125,6 +131,7 @@ def parallel_attention_varlen_backward(
     *,
     ulysses: int | None = None,
     partition: Any = "contiguous",
+    d_lse: Any = None,
     deterministic: bool = False,
     **options: Unpack[ShardedGradientOptions],
 ) -> Gradients:
@@ -139,6 +146,8 @@ def parallel_attention_varlen_backward(
         As for `parallel_attention_varlen`.
     group, method, ulysses, partition, scale, causal, causal_align, window, softcap
         As for `parallel_attention_varlen`.
+    d_lse : array, float32, (heads, own rows), optional
+        As for `parallel_attention_backward`.
     deterministic, arch, backend
         As for `cupyattn.attention_backward`.
 
@@ -158,6 +167,8 @@ def parallel_attention_varlen_backward(
         "d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse,
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
+    if d_lse is not None:
+        arrays["d_lse"] = d_lse
     return run_backward_of("parallel_attention_varlen_backward", asked, group, arrays)
 
 
@@ -174,34 +185,40 @@ def run_backward_of(
     With `finish` the host waits until everything has been exchanged.
     """
     arrays = tensors.detached(arrays)
-    taken: list[Any] = []
+    taken: dict[str, Any] = {}
 
     def take_others(described: AttentionProblem) -> None:
-        taken.extend(_take(described, arrays))
+        taken.update(_take(described, arrays))
 
     call, (q, k, v) = resolve_sharded(what, settings, group, arrays, take_others)
-    of_out, out, lse = taken
     with group.failing_together(what), memory.on_device_of(q):
         whole = array_namespace(q).ascontiguousarray
-        operands = tuple(map(whole, (of_out, q, k, v, out, lse)))
-        how = _How(bool(settings.deterministic), scores, _coarse_anywhere(call, lse))
+        operands = {name: whole(x) for name, x in {"q": q, "k": k, "v": v, **taken}.items()}
+        how = _How(bool(settings.deterministic), scores, _coarse_anywhere(call, taken["lse"]))
         found = _compute(call, operands, how)
         if finish:
             group.finish()
     return Gradients(*map(call.restore, found))
 
 
-def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> list[Any]:
-    """Return d_out, out and lse in layout BHSD, checked against q."""
-    found = {n: interchange.take(n, arrays[n])[0] for n in ("d_out", "out", "lse")}
+def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return d_out, out, lse and a given d_lse in layout BHSD, checked against q."""
+    received = ("d_out", "out", "lse", "d_lse")
+    found = {n: interchange.take(n, arrays[n])[0] for n in received if n in arrays}
     q, k, v = described.rows.values()
     check_together(q=q, **{name: Described.of(name, x) for name, x in found.items()})
     if "cu_seqlens_q" in arrays:
-        found = {n: a[None] if n == "lse" else one_entry(n, a) for n, a in found.items()}
+        found = {n: a[None] if n in _OF_LSE else one_entry(n, a) for n, a in found.items()}
     layout = described.settings.layout
-    found = {n: a if n == "lse" else to_bhsd(a, layout) for n, a in found.items()}
+    found = {n: a if n in _OF_LSE else to_bhsd(a, layout) for n, a in found.items()}
     check_backward(**found, q=q, k=k, v=v)
-    return list(found.values())
+    return found
+
+
+#: Arrays with one number per row.
+_OF_LSE = ("lse", "d_lse")
+#: How heads of the arrays of a backward pass are exchanged: as rows, or as keys.
+_KINDS = {"k": "kv", "v": "kv"}
 
 
 class _How(NamedTuple):
@@ -230,11 +247,11 @@ def _coarse_anywhere(call: ShardedCall, lse: Any) -> bool:
     return any(call.group.gather("coarse rows", bool(coarse_rows(lse).any())))
 
 
-def _compute(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[Any, ...]:
+def _compute(call: ShardedCall, arrays: Mapping[str, Any], how: _How) -> tuple[Any, ...]:
     """Return the gradients of this rank's rows and keys."""
     if call.mesh.ulysses == 1:
         return _of_heads(call, arrays, how)
-    _, q, k, v, _, _ = arrays
+    q, k, v = (arrays[name] for name in "qkv")
     xp = array_namespace(q)
     dq = xp.empty(q.shape, q.dtype)
     sums = [xp.zeros(x.shape, np.float32) for x in (k, v)]
@@ -250,11 +267,11 @@ def _compute(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[Any
         return [(dq, "q", [heads.q for heads in step]), *((x, "kv", stacked) for x in of_keys)]
 
     def work_on(heads: Heads, some: list[Any]) -> Kinds:
-        found = _of_heads(call, tuple(some), how)
+        found = _of_heads(call, dict(zip(arrays, some, strict=True)), how)
         return list(zip(found, ("q", "kv", "kv"), strict=True))
 
-    kinds = ("q", "q", "kv", "kv", "q", "q")
-    by_step(call, list(zip(arrays, kinds, strict=True)), work_on, receivers)
+    operands = [(x, _KINDS.get(name, "q")) for name, x in arrays.items()]
+    by_step(call, operands, work_on, receivers)
     for step, stacked, of_keys in coming:
         for heads, place in zip(step, stacked, strict=True):
             for total, gradient in zip(sums, of_keys, strict=True):
@@ -262,16 +279,16 @@ def _compute(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[Any
     return dq, *(_stored(total, q.dtype) for total in sums)
 
 
-def _of_heads(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[Any, ...]:
+def _of_heads(call: ShardedCall, arrays: Mapping[str, Any], how: _How) -> tuple[Any, ...]:
     """Return the gradients of some heads of the rows of this rank and its neighbours."""
-    _, q, k, v, _, lse = arrays
+    q, k, v, lse = (arrays[name] for name in ("q", "k", "v", "lse"))
     if call.mesh.ring == 1:
         return tuple(call.calls.whole_backward(arrays, how.deterministic, how.scores))
     forms = forms_of_keys(call, k)
-    sums = _sums(call, q, k, lse, how.scores) if how.coarse else ()
+    sums = _sums(call, q, k, lse, how.scores) if how.coarse else {}
 
     def gradients_of(owner: int, keys: Sequence[Any]) -> Iterator[tuple[Block, Any]]:
-        some = (*arrays[:2], *keys, *arrays[4:], *sums)
+        some = {**arrays, **dict(zip("kv", keys, strict=True)), **sums}
         cut = how.scores.cut(call.rows, call.keys[owner])
         return call.calls.of_blocks_backward(some, call.blocks[owner], how.deterministic, cut)
 
@@ -279,7 +296,7 @@ def _of_heads(call: ShardedCall, arrays: tuple[Any, ...], how: _How) -> tuple[An
     return tuple(_stored(x, q.dtype) for x in found)
 
 
-def _sums(call: ShardedCall, q: Any, k: Any, lse: Any, scores: Scores) -> tuple[Any, Any]:
+def _sums(call: ShardedCall, q: Any, k: Any, lse: Any, scores: Scores) -> dict[str, Any]:
     """Return M and the factor of coarse rows over the keys of all ranks; K goes round once."""
     xp, forms = array_namespace(q), forms_of_keys(call, k)
     M, sums = xp.full(lse.shape, NEG_INF, np.float32), xp.zeros(lse.shape, np.float32)
@@ -289,7 +306,7 @@ def _sums(call: ShardedCall, q: Any, k: Any, lse: Any, scores: Scores) -> tuple[
         for rows, part in call.calls.of_blocks_sums(q, of_k, lse, call.blocks[owner], cut):
             at = slice(None), slice(None), slice(*rows)
             M[at], sums[at] = added_sums((M[at], sums[at]), part, natural=natural)
-    return all_keys_sums(M, sums)
+    return dict(zip(GIVEN_SUMS, all_keys_sums(M, sums), strict=True))
 
 
 def _stored(x: Any, dtype: Any) -> Any:

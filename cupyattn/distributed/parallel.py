@@ -65,8 +65,7 @@ def parallel_attention(
     causal, causal_align, window
         As for `cupyattn.attention` of the whole sequence.
     return_lse : bool
-        Also return the log-sum-exp. It has no gradient: a loss that differentiates it needs
-        `cupyattn.interop.torch.attention`, on one device.
+        Also return the log-sum-exp; gradients go through it, too.
 
     Returns
     -------
@@ -212,11 +211,16 @@ def on_ranks(
         found.append(call)
         return o, lse
 
-    def backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    def backward(d_out: Any, d_lse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
         given = {"d_out": d_out, "q": q, "k": k, "v": v, "out": out, "lse": lse, **others}
+        if d_lse is not None:
+            given["d_lse"] = d_lse
         return run_backward_of(f"{what}_backward", of_backward, group, given, scores, finish)
 
-    o, lse = tensors.differentiable(forward, backward, arrays["q"], arrays["k"], arrays["v"])
+    o, lse = tensors.differentiable(
+        forward, backward, *(arrays[name] for name in "qkv"),
+        through_lse=bool(settings.of_call.return_lse),
+    )  # fmt: skip
     return found[0], o, lse
 
 

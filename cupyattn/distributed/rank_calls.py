@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -48,8 +48,8 @@ class Scores:
 
 
 NO_SCORES = Scores()
-#: Arrays of a backward pass; the last two where rows are coarse.
-_NAMES = ("d_out", "q", "k", "v", "out", "lse", *GIVEN_SUMS)
+#: Arrays of a backward pass, (heads, rows) for packed sequences.
+_OF_ROWS = ("lse", "d_lse", *GIVEN_SUMS)
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,14 @@ class Calls:
             described(settings, some).kernel  # noqa: B018
 
     def whole_backward(
-        self, tensors: tuple[Any, ...], deterministic: bool, scores: Scores = NO_SCORES
+        self, arrays: Mapping[str, Any], deterministic: bool, scores: Scores = NO_SCORES
     ) -> Any:
         """Return the gradients of all rows and keys of some heads.
 
-        `tensors` are d_out, q, k, v, out and lse.
+        `arrays` are d_out, q, k, v, out and lse, and d_lse if lse has a gradient.
         """
         settings = BackwardSettings(self.settings.without_rung, deterministic or None)
-        return _backward(settings, tensors, self.offsets, scores)
+        return _backward(settings, arrays, self.offsets, scores)
 
     def of_blocks_sums(
         self, q: Any, k: Any, lse: Any, blocks: Iterable[Block], scores: Scores = NO_SCORES
@@ -157,17 +157,16 @@ class Calls:
             yield rows, (M[None], sums[None]) if offsets else (M, sums)
 
     def of_blocks_backward(
-        self, tensors: tuple[Any, ...], blocks: Iterable[Block], deterministic: bool,
+        self, arrays: Mapping[str, Any], blocks: Iterable[Block], deterministic: bool,
         scores: Scores = NO_SCORES,
     ) -> Iterator[tuple[Block, Any]]:
         """Yield rows and keys of blocks, and the gradients that these owe to one another.
 
-        `tensors` as for `whole_backward`; M and the factor follow if rows are coarse.
+        `arrays` as for `whole_backward`, with `GIVEN_SUMS` if rows are coarse.
         """
         for rows, keys, of_call, offsets in self._runs(blocks):
-            names = _NAMES[: len(tensors)]
-            where = [slice(*(keys if name in ("k", "v") else rows)) for name in names]
-            some = tuple(x[:, :, at] for x, at in zip(tensors, where, strict=True))
+            where = {name: keys if name in ("k", "v") else rows for name in arrays}
+            some = {name: x[:, :, slice(*where[name])] for name, x in arrays.items()}
             settings = BackwardSettings(of_call.without_rung, deterministic or None, all_keys=False)
             cut = scores.cut([rows], [keys])
             yield Block(rows, keys), _backward(settings, some, offsets, cut)
@@ -253,13 +252,11 @@ def _named(q: Any, k: Any, v: Any, offsets: dict[str, Any]) -> dict[str, Any]:
 
 
 def _backward(
-    settings: BackwardSettings, tensors: tuple[Any, ...], offsets: dict[str, Any], scores: Scores
+    settings: BackwardSettings, arrays: Mapping[str, Any], offsets: dict[str, Any], scores: Scores
 ) -> Any:
-    arrays = dict(zip(_NAMES, tensors, strict=False))
     if not offsets:
         return run_backward(settings, {**arrays, **scores.arrays})
-    of_rows = ("lse", *GIVEN_SUMS)
-    rows = {name: x[0] if name in of_rows else _rows_first(x) for name, x in arrays.items()}
+    rows = {name: x[0] if name in _OF_ROWS else _rows_first(x) for name, x in arrays.items()}
     return tuple(_heads_first(x) for x in run_backward(settings, {**rows, **offsets}))
 
 

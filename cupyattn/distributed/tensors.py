@@ -27,7 +27,8 @@ def detached(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differentiable(
-    forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], q: Any, k: Any, v: Any
+    forward: Callable[..., tuple[Any, Any]], backward: Callable[..., Any], q: Any, k: Any, v: Any,
+    *, through_lse: bool,
 ) -> tuple[Any, Any]:
     """Return O and lse of tensors, such that autograd calls `backward` for their gradients.
 
@@ -36,11 +37,14 @@ def differentiable(
     forward : callable
         Takes q, k and v without gradients; returns O and lse.
     backward : callable
-        Takes the gradient with respect to O, and q, k, v, O and lse. Returns the gradients with
-        respect to q, k and v.
+        Takes the gradient with respect to O, that with respect to lse or None, and q, k, v, O and
+        lse. Returns the gradients with respect to q, k and v.
     q, k, v : torch.Tensor
+    through_lse : bool
+        Whether lse has a gradient: then all ranks get one, of zeros where the loss does not use
+        lse.
     """
-    found: tuple[Any, Any] = _function().apply(forward, backward, q, k, v)
+    found: tuple[Any, Any] = _function().apply(forward, backward, through_lse, q, k, v)
     return found
 
 
@@ -52,17 +56,22 @@ def _function() -> Any:
         """Attention of several ranks, which all call its backward pass in the same order."""
 
         @staticmethod
-        def forward(ctx: Any, forward: Any, backward: Any, *qkv: Any) -> tuple[Any, Any]:
+        def forward(
+            ctx: Any, forward: Any, backward: Any, through_lse: bool, *qkv: Any
+        ) -> tuple[Any, Any]:
             o, lse = forward(*(x.detach() for x in qkv))
             ctx.save_for_backward(*qkv, o, lse)
-            ctx.mark_non_differentiable(lse)
-            ctx.of_gradients = backward
+            if not through_lse:
+                ctx.mark_non_differentiable(lse)
+            ctx.of_gradients, ctx.through_lse = backward, through_lse
             return o, lse
 
         @staticmethod
         @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-        def backward(ctx: Any, d_out: Any, _: Any) -> tuple[Any, ...]:
-            found = ctx.of_gradients(d_out.contiguous(), *(x.detach() for x in ctx.saved_tensors))
-            return (None, None, *found)
+        def backward(ctx: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
+            of_lse = d_lse.contiguous() if ctx.through_lse else None
+            saved = (x.detach() for x in ctx.saved_tensors)
+            found = ctx.of_gradients(d_out.contiguous(), of_lse, *saved)
+            return (None, None, None, *found)
 
     return OnRanks

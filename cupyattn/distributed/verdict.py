@@ -139,7 +139,7 @@ def judge(
 
 def judge_backward(
     gradients: Any, d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array,
-    shared: Shared, wide_sums: bool = True, **options: Any,
+    shared: Shared, wide_sums: bool = True, d_lse: Array | None = None, **options: Any,
 ) -> float:  # fmt: skip
     """Return the largest error of gradients of several ranks as a fraction of its bound (J2).
 
@@ -152,6 +152,8 @@ def judge_backward(
     shared : Shared
     wide_sums : bool
         As for `judge`.
+    d_lse : array, optional
+        As `lse`, the gradient with respect to it.
     **options
         As for the call: scale, causal, causal_align, window, softcap.
 
@@ -160,7 +162,9 @@ def judge_backward(
     float
         It must not exceed 1.
     """
-    d_out, q, k, v, out, lse = _on_hosts(d_out=d_out, q=q, k=k, v=v, out=out, lse=lse)
+    d_out, q, k, v, out, lse, d_lse = _on_hosts(
+        d_out=d_out, q=q, k=k, v=v, out=out, lse=lse, d_lse=d_lse
+    )
     gradients = _on_hosts(**dict(zip(Gradients._fields, gradients, strict=True)))
     places_of = {name: options[name] for name in PLACES if name in options}
     rest = {name: value for name, value in options.items() if name not in PLACES}
@@ -174,7 +178,8 @@ def judge_backward(
         here = slice(None), slice(None), slice(*of_q)
         true_lse[here], row_errors[here] = summed_rows(*some, **options)
         some = *some[:5], true_lse[here]
-        found = backward_exact(*some, all_keys=False, **options)
+        of_lse = None if d_lse is None else d_lse[here]
+        found = backward_exact(*some, all_keys=False, d_lse=of_lse, **options)
         for name, span in (("dq", of_q), ("dk", of_kv), ("dv", of_kv)):
             exact[name][:, :, slice(*span)] = getattr(found, name)
     for heads in _heads(shared, q, k):
@@ -184,6 +189,7 @@ def judge_backward(
                 where = {"dq": at[0], "dk": at[1], "dv": at[1]}
                 rows = d_out[at[0]], q[at[0]], k[at[1]], v[at[1]], out[at[0]]
                 how = {**rest, **piece.options}
+                how["d_lse"] = None if d_lse is None else d_lse[at[0]]
                 found = backward_exact(*rows, true_lse[at[0]], all_keys=False, **how)
                 own = row_errors[at[0]] if shared.mesh.ring > 1 else None
                 bound = backward_bound(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,12 @@ import numpy as np
 from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED, bias_tiles
-from cupyattn.kernels.features import Features
+from cupyattn.kernels.features import BIAS_KINDS, Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
-from cupyattn.plans.scored import plan_transposed_mask
+from cupyattn.plans.scored import narrowed, plan_mask, plan_transposed_mask
 from cupyattn.plans.structs import (
     ATTN_PARAMS,
     BACKWARD_PARAMS,
@@ -34,7 +34,7 @@ from cupyattn.problem.backward_form import (
     BackwardKernel,
 )
 from cupyattn.problem.checks import AttentionSpec
-from cupyattn.problem.form import features_of
+from cupyattn.problem.form import features_of, score_kind
 
 #: ROW_PAD of kernels_cu/prims/score/gradient.cuh.
 ROW_PAD = 128
@@ -48,6 +48,8 @@ _PAD_BLOCKS = ROW_PAD // _PASS_TILES.block_q
 #: M of coarse rows, and the sum of their exponentials over some keys; the same over all keys, with
 #: the inverse of the sum.
 PART_SUMS, GIVEN_SUMS = ("part_M", "part_l"), ("given_M", "given_factor")
+#: Note of a plan whose other kernels are of a Hopper form.
+_PORTABLE_BIAS = "the gradient of the bias comes from a portable kernel"
 #: Rows and columns of a contiguous patch in the Hopper form's sums of dQ.
 SUM_ROWS = SUM_COLUMNS = 64
 
@@ -107,7 +109,7 @@ def plan_backward(
         Whether the plan also reads the buffer ``"d_lse"``, in the layout of ``"lse"``.
     given_sums : bool
         Whether the plan reads M and the factor of coarse rows, over all their keys, from the
-        buffers ``"given_M"`` and ``"given_factor"``, in that layout. Not with `d_lse`.
+        buffers ``"given_M"`` and ``"given_factor"``, in that layout.
 
     Returns
     -------
@@ -146,7 +148,7 @@ def plan_backward(
     ]
     heads, heads_kv = call.batch * call.heads, call.batch * call.heads_kv
     delta = kernels.with_d_lse() if d_lse else kernels
-    delta = kernels.with_sums(SUMMED_DELTA_PARAMS, *GIVEN_SUMS) if given_sums else delta
+    delta = delta.with_sums(SUMMED_DELTA_PARAMS, *GIVEN_SUMS) if given_sums else delta
     launches = delta.launch(
         "delta", _PASS_TILES, row_blocks, _PAD_BLOCKS, heads, dq=dq_of_keys if in_order else None
     )
@@ -156,15 +158,20 @@ def plan_backward(
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
     if kernel.on_hopper:
-        with_maps = kernels
-        if at.mask is not None:
-            packed = plan_transposed_mask(call, at.mask, keys_tiles)
-            launches, workspace = (*launches, *packed.passes), [*workspace, *packed.workspace]
-            with_maps = kernels.masked(*packed.structs)
-        keys = queries = with_maps.with_maps({
+        boxes_of = {
             "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
             "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
-        })  # fmt: skip
+        }  # fmt: skip
+        if at.mask is not None:
+            packed = [plan_transposed_mask(call, at.mask, keys_tiles)]
+            if dq_of_keys == NO_DQ:  # the kernel of dQ has query rows as rows
+                packed.append(plan_mask(call, at.mask, queries_tiles, "row_"))
+            for one in packed:
+                launches, workspace = (*launches, *one.passes), [*workspace, *one.workspace]
+            keys, queries = (kernels.masked(*packed[n].structs) for n in (0, -1))
+        keys, queries = keys.with_maps(boxes_of), queries.with_maps(boxes_of)
+        if at.bias is not None:
+            keys = keys.biased(at.bias, call.bias, keys_tiles.block_q)
         sums = replace(kernels, folder="sm90/")
         boxes = -(-call.head_dim // SUM_COLUMNS)
         sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
@@ -181,9 +188,11 @@ def plan_backward(
         workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
         for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
+    note = kernel.note
     if at.dbias is not None:
         launches += kernels.of_bias(at.dbias)
-    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), kernel.note)
+        note = _PORTABLE_BIAS if kernel.on_hopper else note
+    return Plan("backward", form, keys_tiles, features, launches, tuple(workspace), note)
 
 
 def _padded_rows(call: AttentionSpec) -> tuple[int, tuple[int, int], int]:
@@ -230,13 +239,13 @@ class _Kernels:
     features: Features
     structs: tuple[Any, ...]
     folder: str = ""
-    option: str = ""
+    options: Mapping[str, int] = field(default_factory=dict)
 
     def with_d_lse(self) -> _Kernels:
         """Return the kernels that read the gradient with respect to lse."""
         call, (_, grad) = self.structs
         structs = call, (DELTA_PARAMS, grad | {"d_lse": "d_lse"})
-        return replace(self, structs=structs, option="CFG_D_LSE")
+        return replace(self, structs=structs, options={"CFG_D_LSE": 1})
 
     def masked(self, fields: Mapping[str, Any]) -> _Kernels:
         """Return the Hopper kernel that reads a packed mask."""
@@ -247,7 +256,7 @@ class _Kernels:
         """Return the kernels that read or write sums of coarse rows, in buffers of these names."""
         call, (_, grad) = self.structs
         structs = call, (struct, grad | {name: name for name in buffers})
-        return replace(self, structs=structs, option="CFG_PART_SUMS")
+        return replace(self, structs=structs, options={**self.options, "CFG_PART_SUMS": 1})
 
     def with_maps(self, boxes: Mapping[str, tuple[Operand, int]]) -> _Kernels:
         """Return the Hopper kernels, with copies of so many rows of each operand."""
@@ -255,6 +264,14 @@ class _Kernels:
         dtype = self.features.dtype
         maps = (tensor_map_of(name, dtype, x, rows) for name, (x, rows) in boxes.items())
         return replace(self, structs=(call, *maps, grad), folder="sm90/")
+
+    def biased(self, bias: Operand, dtype: str, rows: int) -> _Kernels:
+        """Return the Hopper kernel that adds a bias, copied so many rows at a time if dense."""
+        kind, structs = score_kind(bias, "dense"), self.structs
+        if kind == "dense":
+            structs = *structs, tensor_map_of("bias", dtype, narrowed(bias), rows)
+        options = {**self.options, "CFG_BIAS_KIND": BIAS_KINDS.index(kind)}
+        return replace(self, structs=structs, options=options)
 
     def of_bias(self, shape: tuple[int, ...]) -> tuple[Launch, ...]:
         """Return the launch that makes the gradient of a bias of a shape."""
@@ -276,7 +293,7 @@ class _Kernels:
         wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
         entry = f"backward_{name}_wide" if wide else f"backward_{name}"
         grid = check_grid(entry, *counts)
-        own = {self.option: 1} if self.option else {}
+        own = dict(self.options)
         if dq is not None:
             own["CFG_DQ"] = dq
         source = f"backward/{self.folder}{entry}.cu"

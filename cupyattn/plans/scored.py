@@ -84,7 +84,7 @@ def plan_scores(
         }  # fmt: skip
     bias_map = unread
     if operands.bias is not None:
-        bias = _narrowed(operands.bias)
+        bias = narrowed(operands.bias)
         values |= {
             "bias_batch": int(bias.shape[0] > 1), "bias_head": int(bias.shape[1] > 1),
             "bias_once": int(bias.shape[:2] == (call.batch, call.heads)),
@@ -104,7 +104,7 @@ def plan_scores(
 
 
 def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> ScorePlan:
-    """Plan the pass that packs a mask for a kernel whose rows are keys.
+    """Plan the pass that packs a mask for a kernel of gradients whose rows are keys.
 
     Parameters
     ----------
@@ -122,12 +122,32 @@ def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> Sc
     turned = replace(call, len_q=call.len_kv, len_kv=call.len_q)
     (*front, rows, keys), (*steps, of_row, of_key) = mask.shape, mask.strides
     own = replace(mask, shape=(*front, keys, rows), strides=(*steps, of_key, of_row))
-    tiles = Tiles(tiles.block_kv, tiles.block_q, tiles.block_kv // MASK_GROUP)
-    packed, workspace = _packed_mask(turned, own, None, "rows", tiles)
+    return plan_mask(turned, own, Tiles(tiles.block_kv, tiles.block_q, 1), "")
+
+
+def plan_mask(call: AttentionSpec, mask: Operand, tiles: Tiles, prefix: str) -> ScorePlan:
+    """Plan the pass that packs a mask for a kernel of gradients.
+
+    Parameters
+    ----------
+    call, mask
+        As for `plan_transposed_mask`.
+    tiles : Tiles
+        Of the kernel: query rows of a block, and keys of a step.
+    prefix : str
+        What the names of its workspace begin with.
+
+    Returns
+    -------
+    ScorePlan
+        As from `plan_transposed_mask`.
+    """
+    tiles = Tiles(tiles.block_q, tiles.block_kv, tiles.block_q // MASK_GROUP)
+    packed, workspace = _packed_mask(call, mask, None, "rows", tiles, prefix)
     # One module for all types and sizes of heads, none of which it reads.
     features = Features("float16", 64, mask=True, scored=True, mask_kind="rows")
     params = {
-        "mask": "mask", "mask_stride": own.strides, "len_q": call.len_kv, "len_kv": call.len_q
+        "mask": "mask", "mask_stride": mask.strides, "len_q": call.len_q, "len_kv": call.len_kv
     }  # fmt: skip
     module = ModuleSpec.of(_SOURCE, tiles.defines(), features.defines())
     structs = ((ATTN_PARAMS, params), (SCORE_PARAMS, packed | {"tile_steps": None}))
@@ -136,27 +156,28 @@ def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> Sc
     return ScorePlan((packing,), ({**fields, "row_tiles": packed["key_tiles"]},), workspace[:2])
 
 
-def _narrowed(x: Operand) -> Operand:
+def narrowed(x: Operand) -> Operand:
     """Return a broadcast array as it is stored: one entry along each broadcast axis."""
     shape = tuple(1 if step == 0 else n for n, step in zip(x.shape, x.steps, strict=True))
     return replace(x, shape=shape)
 
 
 def _packed_mask(
-    call: AttentionSpec, mask: Operand, kept_blocks: Operand | None, kind: str, tiles: Tiles
+    call: AttentionSpec, mask: Operand, kept_blocks: Operand | None, kind: str, tiles: Tiles,
+    prefix: str = "",
 ) -> tuple[dict[str, Any], tuple[Workspace, ...]]:
     """Return the layouts of a mask's bits and of the lists of its steps."""
     q_tiles, key_tiles = -(-call.len_q // tiles.block_q), -(-call.len_kv // tiles.block_kv)
-    batches, heads = _narrowed(mask).shape[:2]
+    batches, heads = narrowed(mask).shape[:2]
     rows = q_tiles if kind == "rows" else 1
     list_batches, list_heads, list_rows = batches, heads, rows
     if kept_blocks is not None:
-        kept = _narrowed(kept_blocks).shape
+        kept = narrowed(kept_blocks).shape
         list_batches, list_heads = max(batches, kept[0]), max(heads, kept[1])
         list_rows = q_tiles
     aligned = mask.steps[3] == 1 and not any(s % 8 for s in mask.steps[:3])
     values = {
-        "mask_bits": "mask_bits", "tile_classes": "tile_classes", "tile_steps": "tile_steps",
+        **{name: prefix + name for name in ("mask_bits", "tile_classes", "tile_steps")},
         "mask_batch": heads * rows * (batches > 1), "mask_head": rows * (heads > 1),
         "mask_q": int(rows > 1), "mask_heads": heads, "mask_rows": rows,
         "list_batch": list_heads * list_rows * (list_batches > 1),
@@ -166,9 +187,11 @@ def _packed_mask(
     }  # fmt: skip
     mask_tiles, words = batches * heads * rows, tiles.block_q * 4 if kind == "rows" else 4
     return values, (
-        Workspace("mask_bits", (mask_tiles, key_tiles, words), "uint32"),
-        Workspace("tile_classes", (mask_tiles, key_tiles), "uint8"),
-        Workspace("tile_steps", (list_batches * list_heads * list_rows, 2 + key_tiles), "int32"),
+        Workspace(f"{prefix}mask_bits", (mask_tiles, key_tiles, words), "uint32"),
+        Workspace(f"{prefix}tile_classes", (mask_tiles, key_tiles), "uint8"),
+        Workspace(
+            f"{prefix}tile_steps", (list_batches * list_heads * list_rows, 2 + key_tiles), "int32"
+        ),
     )
 
 

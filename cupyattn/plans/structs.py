@@ -106,7 +106,7 @@ KEYS_PARAMS = _struct([
 DELTA_PARAMS = _struct([("d_lse", "u8")], BACKWARD_PARAMS)
 
 #: ``struct SummedDeltaParams<true>`` of kernels_cu/prims/score/gradient.cuh.
-SUMMED_DELTA_PARAMS = _struct([("given_M", "u8"), ("given_factor", "u8")], BACKWARD_PARAMS)
+SUMMED_DELTA_PARAMS = _struct([("given_M", "u8"), ("given_factor", "u8")], DELTA_PARAMS)
 
 #: ``struct CoarseParams<true>`` of kernels_cu/prims/params.cuh.
 COARSE_PARAMS = _struct([("part_M", "u8"), ("part_l", "u8")], BACKWARD_PARAMS)

@@ -17,8 +17,9 @@ from cupyattn.kernels.backward_tiles import (
 from cupyattn.kernels.limits import check_shapes
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import AttentionSpec, check_dtype
+from cupyattn.problem.form import score_kind
 from cupyattn.problem.settings import check_switch
-from cupyattn.problem.support import Support, reach
+from cupyattn.problem.support import Support, obstacle_of_copies, reach
 
 #: Values of ``CFG_DQ``: how ``backward_keys.cu`` computes dQ.
 NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
@@ -115,7 +116,7 @@ def settle_backward(
     ----------
     call : AttentionSpec
     operands : mapping of str to Operand
-        Layouts of q, k, v, d_out, dq, dk and dv; others are ignored.
+        Layouts of q, k, v, d_out, dq, dk and dv, and of a bias; others are ignored.
     deterministic : bool or None
         Whether the same call gives the same bits on every run; None: the faster form.
     arch : str, optional
@@ -131,7 +132,7 @@ def settle_backward(
     tiles = backward_tiles(call.head_dim, call.block_mask)
     if arch == "sm_90a":
         named = {name: operands[name] for name in ("q", "k", "v", "d_out", "dq", "dk", "dv")}
-        note = backward_support(call, named).note
+        note = backward_support(call, named, operands["bias"] if call.bias else None).note
         if not note:
             form, dq = _hopper_form(call, deterministic)
             tiles = (hopper_backward_tiles(call.head_dim),) * 2
@@ -152,7 +153,9 @@ def order_is_faster(call: AttentionSpec) -> bool:
     return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
 
 
-def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Support:
+def backward_support(
+    call: AttentionSpec, operands: Mapping[str, Operand], bias: Operand | None = None
+) -> Support:
     """Say whether the Hopper form of the backward pass takes a call.
 
     Parameters
@@ -161,13 +164,21 @@ def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Su
     operands : mapping of str to Operand
         Operands that the copy engine reads, and the gradients, which are written in 16-byte
         stores.
+    bias : Operand, optional
+        The bias of the call.
     """
     if 0 in (call.len_kv, call.len_q):
         return Support(False, "there is nothing for the copy engine")
-    if call.bias:
-        return Support(False, "the Hopper form takes no bias")
-    if call.mask and call.head_dim > SUMMED:
-        return Support(False, f"the Hopper form takes no mask past head_dim {SUMMED}")
+    if bias is not None and (reason := _of_bias(call, bias)):
+        return Support(False, f"the Hopper form {reason}")
+    spills = call.causal or (call.window and call.softcap)
+    if call.mask and spills and call.head_dim > SUMMED:
+        return Support(
+            False,
+            f"past head_dim {SUMMED} the Hopper form takes no mask with causal=True or a window "
+            "that has a last key, nor with window and softcap: let the mask say which keys a row "
+            "has",
+        )
     if call.mask and (call.block_mask != (0, 0) or call.packed is not None):
         return Support(
             False, "the Hopper form takes no mask with a block mask or of packed sequences"
@@ -181,3 +192,15 @@ def backward_support(call: AttentionSpec, operands: Mapping[str, Operand]) -> Su
             f"{size} x {size}, got {rows} x {keys}",
         )
     return reach(operands)
+
+
+def _of_bias(call: AttentionSpec, bias: Operand) -> str:
+    """Return why the Hopper form does not take the bias of a call; "" if it does."""
+    if call.head_dim > SUMMED:
+        return f"takes no bias past head_dim {SUMMED}"
+    if call.softcap or call.packed is not None:
+        return "takes no bias with a softcap or of packed sequences"
+    kind = score_kind(bias, "dense")
+    if kind == "rows":
+        return "takes no bias that is the same for all keys"
+    return obstacle_of_copies(call.bias, bias) if kind == "dense" else ""

@@ -331,12 +331,12 @@ def _score_features(call: AttentionSpec, operands: Operands) -> dict[str, Any]:
         return {}
     return {
         "scored": True,
-        "mask_kind": _score_kind(operands.mask, "rows"),
-        "bias_kind": _score_kind(operands.bias, "dense"),
+        "mask_kind": score_kind(operands.mask, "rows"),
+        "bias_kind": score_kind(operands.bias, "dense"),
     }
 
 
-def _score_kind(x: Operand | None, whole: str) -> str:
+def score_kind(x: Operand | None, whole: str) -> str:
     """Return the kind of a mask or bias: `whole`, or the axis along which it is constant."""
     if x is None:
         return ""

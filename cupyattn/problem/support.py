@@ -322,7 +322,12 @@ def _of_scores(offer: Offer, bias: Operand | None) -> str:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     if bias.steps[-1] == 0:  # the same for every key: it is read row by row
         return ""
-    if call.bias == "float32":
+    return obstacle_of_copies(call.bias, bias)
+
+
+def obstacle_of_copies(dtype: str, bias: Operand) -> str:
+    """Return why the copy engine does not move a bias; "" if it does."""
+    if dtype == "float32":
         return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
     if not can_copy_bias(bias):
         steps = tuple(s * bias.itemsize for s in bias.steps)

@@ -22,30 +22,17 @@ constexpr int ROWS_PER_PASS = NUM_THREADS / PAIR_LANES;
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_normalise(
     const __grid_constant__ NormGradientParams p) {
   __shared__ float sums[ROWS_PER_PASS][HEAD_DIM];  // of dW, of the rows of a lane
-  const int chunks = ceil_div(p.length, BLOCK_Q);
-  const int row0 = blockIdx.x % chunks * BLOCK_Q;
-  const int64_t batch_head = blockIdx.x / chunks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-  int first = 0, length = p.length;  // VARLEN: of the sequence, whose positions are its own
-  if constexpr (VARLEN) {
-    const Sequence sequence(p.cu_seqlens, batch, p.length);
-    first = sequence.first, length = sequence.length;
-  }
-  const int rows = min(BLOCK_Q, length - row0);      // VARLEN: none where not positive
-  const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
-                    + batch * p.X_stride.batch + head * p.X_stride.head +
-                    (first + row0) * p.X_stride.len;
-  const int64_t place =  // of these rows in a contiguous array
-      ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
-  const elem_t* dY = static_cast<const elem_t*>(p.dY) + place;  // [rows, HEAD_DIM]
-  elem_t* dX = static_cast<elem_t*>(p.Y) + place;               // [rows, HEAD_DIM]
-  const Preparation how(p, head, row0);
+  const BlockRows block(p);
+  const elem_t* X = block.in_operand(p.X);                                   // [rows, HEAD_DIM]
+  const elem_t* dY = block.in_contiguous(static_cast<const elem_t*>(p.dY));  // [rows, HEAD_DIM]
+  elem_t* dX = block.in_contiguous(static_cast<elem_t*>(p.Y));               // [rows, HEAD_DIM]
+  const Preparation how(p, block.head, block.row0);
   PreparedRow weight, dW = {};
   weight.load(how.weight);
   const int group = thread_id() / PAIR_LANES;
   // The lanes of a warp go on together: past the last row they have the last one again.
-  for (int done = 0; done < rows; done += ROWS_PER_PASS) {
-    const int row = min(done + group, rows - 1);
+  for (int done = 0; done < block.rows; done += ROWS_PER_PASS) {
+    const int row = min(done + group, block.rows - 1);
     const bool own = row == done + group;
     PreparedRow x, dy;
     x.load(X + row * p.X_stride.len);

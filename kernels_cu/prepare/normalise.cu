@@ -19,25 +19,13 @@ constexpr int ROWS_PER_PASS = NUM_THREADS / PAIR_LANES;
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void normalise(
     const __grid_constant__ NormParams p) {
-  const int chunks = ceil_div(p.length, BLOCK_Q);
-  const int row0 = blockIdx.x % chunks * BLOCK_Q;
-  const int64_t batch_head = blockIdx.x / chunks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-  int first = 0, length = p.length;  // VARLEN: of the sequence, which has its own positions
-  if constexpr (VARLEN) {
-    const Sequence sequence(p.cu_seqlens, batch, p.length);
-    first = sequence.first, length = sequence.length;
-  }
-  const int rows = min(BLOCK_Q, length - row0);      // VARLEN: none where not positive
-  const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
-                    + batch * p.X_stride.batch + head * p.X_stride.head +
-                    (first + row0) * p.X_stride.len;
-  elem_t* Y = static_cast<elem_t*>(p.Y)  // [rows, HEAD_DIM]
-              + ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
-  const Preparation how(p, head, row0);
+  const BlockRows block(p);
+  const elem_t* X = block.in_operand(p.X);                     // [rows, HEAD_DIM]
+  elem_t* Y = block.in_contiguous(static_cast<elem_t*>(p.Y));  // [rows, HEAD_DIM]
+  const Preparation how(p, block.head, block.row0);
   // The lanes of a warp continue together: past the last row they repeat it.
-  for (int done = 0; done < rows; done += ROWS_PER_PASS) {
-    const int own = done + thread_id() / PAIR_LANES, row = min(own, rows - 1);
+  for (int done = 0; done < block.rows; done += ROWS_PER_PASS) {
+    const int own = done + thread_id() / PAIR_LANES, row = min(own, block.rows - 1);
     PreparedRow x;
     x.load(X + row * p.X_stride.len);
     x.prepare(how, row);

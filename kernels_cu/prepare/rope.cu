@@ -17,24 +17,12 @@ static_assert(ROPE && HEAD_DIM % 2 == 0, "rope turns pairs of columns: HEAD_DIM 
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void rope(
     const __grid_constant__ RopeParams p) {
-  const int chunks = ceil_div(p.length, BLOCK_Q);
-  const int row0 = blockIdx.x % chunks * BLOCK_Q;
-  const int64_t batch_head = blockIdx.x / chunks;
-  const int64_t batch = batch_head / p.heads, head = batch_head % p.heads;
-  int first = 0, length = p.length;  // VARLEN: of the sequence, which has its own positions
-  if constexpr (VARLEN) {
-    const Sequence sequence(p.cu_seqlens, batch, p.length);
-    first = sequence.first, length = sequence.length;
-  }
-  const int rows = min(BLOCK_Q, length - row0);      // VARLEN: none where not positive
-  const elem_t* X = static_cast<const elem_t*>(p.X)  // [rows, HEAD_DIM]
-                    + batch * p.X_stride.batch + head * p.X_stride.head +
-                    (first + row0) * p.X_stride.len;
-  elem_t* Y = static_cast<elem_t*>(p.Y)  // [rows, HEAD_DIM]
-              + ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
-  for (int i = thread_id(); i < rows * ROPE_ACCESSES; i += NUM_THREADS) {
+  const BlockRows block(p);
+  const elem_t* X = block.in_operand(p.X);                     // [rows, HEAD_DIM]
+  elem_t* Y = block.in_contiguous(static_cast<elem_t*>(p.Y));  // [rows, HEAD_DIM]
+  for (int i = thread_id(); i < block.rows * ROPE_ACCESSES; i += NUM_THREADS) {
     const int row = i / ROPE_ACCESSES, pair0 = i % ROPE_ACCESSES * ROPE_PAIRS;
-    const int64_t angle = int64_t(p.position + row0 + row) * ANGLES + pair0;
+    const int64_t angle = int64_t(p.position + block.row0 + row) * ANGLES + pair0;
     RopePairs<elem_t> pairs;
     pairs.load(X + row * p.X_stride.len, pair0);
     pairs.turn(p.cos + angle, p.sin + angle);

@@ -41,6 +41,8 @@
 #ifndef CFG_SCORED  // the softmax takes products unchanged
 #define CFG_SCORED 0
 #define CFG_MASK_KIND 0
+#endif
+#ifndef CFG_BIAS_KIND  // of a Hopper form
 #define CFG_BIAS_KIND 0
 #endif
 #ifndef CFG_QUANTIZE_Q  // codes of Q are there
@@ -135,6 +137,15 @@
 #define SCORE_ARGUMENTS \
   {                     \
   }
+#endif
+
+// A parameter of a kernel of gradients whose bias has a number for each score.
+#if CFG_BIAS_KIND == 1 && !CFG_SCORED
+#define BIAS_PARAMETER , const __grid_constant__ TensorMap bias_map
+#define BIAS_MAP bias_map
+#else
+#define BIAS_PARAMETER
+#define BIAS_MAP Q_map
 #endif
 
 // tiles

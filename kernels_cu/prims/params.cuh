@@ -187,7 +187,8 @@ struct BiasGradientParams {
   int32_t keys;
 };
 
-// sm90/backward_keys.cu takes it. pack_mask.cu packs the transposed mask, with keys as rows.
+// Hopper forms of the backward pass take it. pack_mask.cu packs the transposed mask, with keys as
+// rows; for sm90/backward_queries_wide.cu the mask itself, in tiles of query rows and steps of keys.
 template <bool>
 struct KeysParams : BackwardParams {};
 template <>
@@ -195,7 +196,7 @@ struct KeysParams<true> : BackwardParams {
   const uint32_t* mask_bits;  // [mask tiles, row_tiles, BLOCK_KV / 16, 2 * WARP_SIZE]
   int64_t mask_batch;  // mask tiles from one batch entry, or head, to the next: 0 where the mask is
   int64_t mask_head;   // the same; from one block of keys to the next 1
-  int32_t row_tiles;   // steps over query rows
+  int32_t row_tiles;   // steps over query rows, or of that kernel over keys
 };
 
 // backward_delta.cu takes it.

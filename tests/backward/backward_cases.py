@@ -107,6 +107,14 @@ def sparse(shape: tuple[int, ...]) -> np.ndarray:
     return mask
 
 
+def admitting(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return a bias of which a fifth is -inf."""
+    rng = np.random.default_rng(7)
+    bias = 2 * rng.standard_normal(shape)
+    bias[rng.random(shape) < 0.2] = -np.inf
+    return bias.astype(STORAGE[dtype])
+
+
 def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield problems that bring mistakes to light: tails, several tiles of keys and of rows,
     grouped heads, causal masks, windows, block masks, softcap, mask and bias, small and large."""
@@ -156,7 +164,14 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (64, 150, 140, {"mask": sparse((1, 2, 150, 140)), "causal": True}),
         (128, 150, 270, {"softcap": 1.5, "mask": sparse((150, 270)), "window": (100, 100)}),
         (96, 70, 140, {"mask": sparse((2, 1, 140))}),
-    )
+        (64, 300, 140, {"bias": admitting((1, 2, 300, 140), "float16"), "causal": True}),
+        (
+            128, 150, 270, {
+                "bias": admitting((150, 270), "bfloat16"), "window": (100, 100), GRAD_BIAS: True,
+            },
+        ),
+        (72, 150, 140, {"bias": admitting((2, 1, 140), "float32"), "mask": sparse((2, 150, 1))}),
+    )  # fmt: skip
     yield from _with_their_options(some)
 
 
@@ -169,6 +184,8 @@ def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (256, 150, 270, {"window": (150, 40)}),
         (200, 150, 270, {"block_mask": BlockMask(kept, 64, 64)}),
         (256, 150, 140, {"softcap": 1.5, "causal": True}),
+        (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "window": (100, -1)}),
+        (256, 70, 140, {"mask": sparse((2, 1, 140)), "softcap": 1.5}),
     )
     yield from _with_their_options(some)
 

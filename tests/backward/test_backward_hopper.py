@@ -24,6 +24,7 @@ from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
     BackwardRun,
+    admitting,
     interpreted_as,
     received,
     revealing_hopper_backward,
@@ -32,7 +33,7 @@ from tests.backward.backward_cases import (
     run_packed_backward,
     sparse,
 )
-from tests.backward.coarse_cases import check, defined, large_products
+from tests.backward.coarse_cases import biased, check, defined, large_products
 from tests.backward.test_backward_kernels import call_of, plan_of, run_into
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support.marks import slow_rows
@@ -40,6 +41,11 @@ from tests.support.runs import bits, embedded, normal, packed
 
 #: Places of a bias or mask of `call_of(200, 300)`.
 BIAS = Operand.contiguous((1, 4, 200, 300), 4)
+NARROW_BIAS = Operand((1, 4, 200, 300), (243200, 60800, 304, 1), 2, 2)
+ROWS_BIAS = Operand((1, 4, 200, 300), (800, 200, 1, 0), 2, 0)
+#: 16-bit biases that the copy engine moves, and one for all query rows.
+DENSE_BIAS = Operand((1, 4, 200, 300), (243200, 60800, 304, 1), 2, 0)
+KEYS_BIAS = Operand((1, 4, 200, 300), (0, 0, 0, 1), 2, 0)
 #: What kernels of 512 registers for four threads may not do: wait for each product by itself.
 SERIALISED = "wgmma.mma_async instructions are serialized"
 
@@ -84,6 +90,10 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
                 (128, "float16", {"mask": True, "window": True}),
                 (128, "bfloat16", {"softcap": 2.0, "block_mask": (128, 128)}),
                 (96, "float16", {"mask": True, "softcap": 2.0, "causal": True}),
+                (256, "float16", {"mask": True}),
+                (160, "float16", {"mask": True, "window": True}),
+                (256, "bfloat16", {"mask": True, "window": True}),
+                (256, "bfloat16", {"mask": True, "softcap": 2.0}),
             )
         ),
     ],
@@ -91,13 +101,46 @@ def hopper_plan(call: Any, *, deterministic: bool | None = False, **changed: Ope
 def test_kernels_spill_nothing_and_multiply_in_the_background(
     head_dim: int, dtype: str, features: dict[str, Any]
 ) -> None:
-    call = call_of(200, 300, head_dim, **features, dtype=dtype)
-    plans = [hopper_plan(call, deterministic=form) for form in FORMS.values()]
+    check_kernels(call_of(200, 300, head_dim, **features, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "bias", "features"),
+    [
+        (64, DENSE_BIAS, {"causal": True}),
+        (128, DENSE_BIAS, {}),
+        *(
+            pytest.param(*cell, marks=pytest.mark.slow)
+            for cell in (
+                *((n, x, {}) for n in (64, 128) for x in (DENSE_BIAS, KEYS_BIAS)),
+                *((n, x, {"window": True}) for n in (64, 128) for x in (DENSE_BIAS, KEYS_BIAS)),
+                *((n, DENSE_BIAS, {"causal": True}) for n in (40, 96, 128)),
+                *((n, DENSE_BIAS, {"block_mask": (128, 128)}) for n in (64, 128)),
+                *((n, x, {"mask": True, "causal": True}) for n, x in (
+                    (64, KEYS_BIAS), (64, DENSE_BIAS), (128, DENSE_BIAS),
+                )),
+            )
+        ),
+    ],
+)
+def test_kernels_with_a_bias_spill_nothing(
+    head_dim: int, bias: Operand, features: dict[str, Any]
+) -> None:
+    """Every combination of features by itself: registers are short in each."""
+    other = "bfloat16" if bias is DENSE_BIAS else "float32"
+    for dtype, of_bias in (("float16", "float16"), ("bfloat16", other)):
+        call = call_of(200, 300, head_dim, **features, dtype=dtype, bias=of_bias)
+        check_kernels(call, bias=bias)
+
+
+def check_kernels(call: Any, **changed: Operand) -> None:
+    """Compile the Hopper kernels of a call in both forms, and raise for what they must not do."""
+    plans = [hopper_plan(call, deterministic=form, **changed) for form in FORMS.values()]
     modules = {x.module: x.entry for plan in plans for x in plan.launches}
     hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
     narrow = ["backward_keys", "backward_keys", "backward_sums"]  # no sums behind turns
     wide = ["backward_keys_wide", "backward_queries_wide"]
-    assert sorted(hopper.values()) == (narrow if head_dim <= SUMMED else wide)
+    assert sorted(hopper.values()) == (narrow if call.head_dim <= SUMMED else wide)
     for module, entry in hopper.items():
         binary = kc.build(module, "sm_90a")
         taken = binary.kernels[entry]
@@ -110,8 +153,23 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
     ("options", "changed", "reason"),
     [
         ({"head_dim": 136, "block_mask": (64, 96)}, {}, "multiples of 64 x 64, got 64 x 96"),
-        ({"bias": "float32"}, {"bias": BIAS}, "takes no bias"),
-        ({"head_dim": 136, "mask": True}, {"mask": BIAS}, "takes no mask past head_dim 128"),
+        ({"bias": "float32"}, {"bias": BIAS}, "takes a bias of float16 or bfloat16, got float32"),
+        ({"bias": "float16"}, {"bias": NARROW_BIAS}, "multiples of 16 bytes, got 16 n + 2"),
+        ({"bias": "float16"}, {"bias": ROWS_BIAS}, "takes no bias that is the same for all keys"),
+        ({"bias": "float16", "softcap": 2.0}, {"bias": BIAS}, "takes no bias with a softcap or of"),
+        (
+            {"bias": "float16", "packed": Packed(900, 900, True)}, {"bias": BIAS},
+            "takes no bias with a softcap or of packed sequences",
+        ),
+        ({"head_dim": 136, "bias": "float16"}, {"bias": BIAS}, "takes no bias past head_dim 128"),
+        (
+            {"head_dim": 136, "mask": True, "causal": True}, {"mask": BIAS},
+            "past head_dim 128 the Hopper form takes no mask with causal=True",
+        ),
+        (
+            {"head_dim": 136, "mask": True, "window": True, "softcap": 2.0}, {"mask": BIAS},
+            "nor with window and softcap: let the mask say which keys",
+        ),
         (
             {"mask": True, "block_mask": (128, 128)}, {"mask": BIAS},
             "takes no mask with a block mask or of packed sequences",
@@ -186,8 +244,8 @@ def test_gradients_of_fewer_rows_are_within_their_bound() -> None:
 @pytest.mark.parametrize(
     ("number", "form"),
     [
-        *((number, form) for number in range(8) for form in HOPPER_FORMS),
-        *((number, "sm90_deterministic") for number in range(8, 13)),
+        *((number, form) for number in range(11) for form in HOPPER_FORMS),
+        *((number, "sm90_deterministic") for number in range(11, 18)),
     ],
 )
 def test_gradients_are_within_their_bound(number: int, form: str) -> None:
@@ -195,6 +253,48 @@ def test_gradients_are_within_their_bound(number: int, form: str) -> None:
     inputs, options = [*revealing_hopper_backward(), *revealing_wide_backward()][number]
     amid_nan: Any = (*map(embedded, inputs[:5]), inputs[5])
     run_backward(amid_nan, **interpreted_as(form), **options).check()
+
+
+def test_explain_says_which_kernel_makes_the_gradient_of_a_bias() -> None:
+    """Also that the bias is copied where the copy engine cannot move it."""
+    options = {"bias": admitting((40, 70), "float16")}
+    inputs = received(*normal((1, 1, 40, 64), (1, 1, 70, 64)), **options)
+    text = explain_backward(*inputs, arch="sm_90a", backend="interpret", grad_bias=True, **options)
+    assert "backward/sm90/backward_keys.cu" in text and "backward/backward_bias.cu" in text
+    assert "note      the gradient of the bias comes from a portable kernel" in text
+    assert "bias of shape (40, 70), copied into rows of whole 16 bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "dtype"),
+    [
+        ("sm90_atomic", (1, 2, 40, 70), "bfloat16"),
+        *slow_rows((
+            ("sm90_deterministic", (1, 2, 40, 70), "float16"),
+            ("sm90_atomic", (70,), "float32"),
+            ("sm90_deterministic", (1, 70), "bfloat16"),
+        )),
+    ],
+)  # fmt: skip
+def test_a_bias_of_every_kind(form: str, shape: tuple[int, ...], dtype: str) -> None:
+    """One for each score, which masks all keys of a row, or one for all rows."""
+    q, k, v = normal((1, 2, 40, 16), (1, 1, 70, 16))
+    bias = admitting(shape, dtype)
+    if shape[-2:] == (40, 70):
+        bias[..., 3, :] = -np.inf
+    inputs = received(q, k, v, bias=bias)
+    run_backward(inputs, **interpreted_as(form), bias=bias).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["even", "steps", "masked", "padded"])
+def test_large_biases(kind: str) -> None:
+    """Rows whose log-sum-exp is coarse, all of them or those of one batch entry."""
+    inputs, options = biased(-1500, kind)  # in float16 these are whole numbers
+    bias = options["bias"].astype(np.float16)
+    for form in HOPPER_FORMS:
+        run = run_backward(inputs, **interpreted_as(form), bias=bias)
+        check(run.gradients, defined(inputs, bias.astype(np.float32)))
 
 
 @pytest.mark.parametrize("form", HOPPER_FORMS)

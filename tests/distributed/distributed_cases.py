@@ -63,6 +63,7 @@ def on_ranks(
     shared: Shared,
     d_out: np.ndarray | None = None,
     deterministic: bool = True,
+    d_lse: np.ndarray | None = None,
     **options: Any,
 ) -> Joined:
     """Run the forward pass, and with `d_out` the backward pass, with rows shared so."""
@@ -74,13 +75,15 @@ def on_ranks(
     def on_rank(group: distributed.Group) -> Any:
         own = [r.take(x, group.rank) for r, x in zip(rows, operands, strict=True)]
         given = [] if d_out is None else [rows[0].take(d_out, group.rank)]
+        of_lse = None if d_lse is None else rows[0].take(d_lse, group.rank, 2)
         if ends[0] is None:
             o, lse = distributed.parallel_attention(*own, group, return_lse=True, **how, **options)
             sent, gradients = group.bytes_sent, ()
             if given:
                 gradients = distributed.parallel_attention_backward(
-                    *given, *own, o, lse, group, deterministic=deterministic, **how, **backward
-                )
+                    *given, *own, o, lse, group, deterministic=deterministic, d_lse=of_lse,
+                    **how, **backward,
+                )  # fmt: skip
             return o, lse, sent, gradients
         own, given = [packed(x) for x in own], [packed(x) for x in given]
         o, lse = distributed.parallel_attention_varlen(
@@ -89,8 +92,9 @@ def on_ranks(
         sent, gradients = group.bytes_sent, ()
         if given:
             gradients = distributed.parallel_attention_varlen_backward(
-                *given, *own, o, lse, *ends, group, deterministic=deterministic, **how, **backward
-            )
+                *given, *own, o, lse, *ends, group, deterministic=deterministic,
+                d_lse=None if of_lse is None else of_lse[0], **how, **backward,
+            )  # fmt: skip
         return entry(o), lse[None], sent, [entry(x) for x in gradients]
 
     found = distributed.run(on_rank, shared.mesh.size, timeout=30)

@@ -18,7 +18,7 @@ from tests.distributed.distributed_cases import asked_for, entry, packed
 
 
 def in_a_ring(
-    inputs: Received, size: int, partition: str = "contiguous", **options: Any
+    inputs: Received, size: int, partition: str = "contiguous", d_lse: Any = None, **options: Any
 ) -> list[np.ndarray]:
     """Return the gradients of all ranks, joined."""
     d_out, q, k, v, out, lse = inputs
@@ -29,7 +29,8 @@ def in_a_ring(
         own = [rows.take(x, group.rank, 2) for x in (d_out, q, out, lse)]
         of_keys = [keys.take(x, group.rank) for x in (k, v)]
         given = own[0], own[1], *of_keys, own[2], own[3]
-        return distributed.parallel_attention_backward(*given, group, **options)
+        of_lse = None if d_lse is None else rows.take(d_lse, group.rank, 2)
+        return distributed.parallel_attention_backward(*given, group, d_lse=of_lse, **options)
 
     found = zip(*distributed.run(on_rank, size), strict=True)
     return [where.join(x) for where, x in zip((rows, keys, keys), found, strict=True)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyattn import attention, attention_backward
+from cupyattn import attention, attention_backward, explain_backward
 from cupyattn.arrays.kinds import as_float64
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
@@ -23,6 +23,8 @@ from tests.backward.backward_cases import (
     HOPPER_FORMS,
     BackwardRun,
     Received,
+    admitting,
+    gradients_of_lse,
     received,
     revealing_backward,
     revealing_hopper_backward,
@@ -30,6 +32,7 @@ from tests.backward.backward_cases import (
     revealing_wide_backward,
     run_backward,
     run_packed_backward,
+    sparse,
 )
 from tests.backward.coarse_cases import LOWEST, biased, check, defined, large_products
 from tests.backward.test_backward_faults import FAULTS
@@ -171,6 +174,44 @@ def test_dk_and_dv_of_the_atomic_form_have_the_same_bits_a_hundred_times() -> No
     for _ in range(100):
         _, dk, dv = attention_backward(*inputs)
         assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
+
+
+#: Options of a call of 2 entries, 4 heads, 700 rows and 904 keys, which is more than five tiles.
+OF_SCORES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 2.0, "causal": True},
+    "mask": {"mask": sparse((1, 4, 700, 904))},
+    "bias": {"bias": admitting((2, 4, 700, 904), "float16")},
+    "bias of keys": {"bias": admitting((2, 1, 1, 904), "float32"), "causal": True},
+    "bias and mask": {"bias": admitting((700, 904), "bfloat16"), "mask": sparse((2, 1, 1, 904))},
+    "gradient of lse": {"d_lse": gradients_of_lse(np.random.default_rng(0), (2, 4, 700))},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("feature", OF_SCORES)
+def test_features_have_the_same_bits_a_hundred_times(feature: str, head_dim: int) -> None:
+    """In the deterministic form; within their bound in both forms."""
+    options = OF_SCORES[feature]
+    host = received(*normal((2, 4, 700, head_dim), (2, 2, 904, head_dim)), **options)
+    inputs: Any = on_device(*host)
+    own = moved(options)
+    text = explain_backward(*inputs, **own)
+    assert text.startswith("sm90") == (arch_of("backward") is not None), text
+    for form in FORMS.values():
+        run_backward(inputs, deterministic=form, **own).check()
+    first = attention_backward(*inputs, deterministic=True, **own)
+    for _ in range(100):
+        again = attention_backward(*inputs, deterministic=True, **own)
+        assert all(bool((x == y).all()) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("form", HOPPER_FORMS)
+@pytest.mark.parametrize("kind", ["even", "steps", "masked", "padded"])
+def test_large_biases_on_hopper(kind: str, form: str) -> None:
+    inputs, options = biased(-1500, kind)  # in float16 these are whole numbers
+    bias = options["bias"].astype(np.float16)
+    one = run_backward(on_device(*inputs), bias=on_device(bias)[0], **options_of(form))
+    check([on_host(x) for x in one.gradients], defined(inputs, bias.astype(np.float32)))
 
 
 @pytest.mark.parametrize("shape", of_bias.SHAPES, ids=str)

@@ -42,8 +42,11 @@ def without_errors(function: Any, size: int, **options: Any) -> list[Any]:
     return found
 
 
-def attend(operands: Any, shared: Shared, d_out: np.ndarray, **options: Any) -> Any:
-    """O, lse and gradients of tensors of all ranks, joined."""
+def attend(
+    operands: Any, shared: Shared, d_out: np.ndarray, d_lse: np.ndarray | None = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """O, lse and gradients of tensors of all ranks, joined; the last rank's loss has no lse."""
     rows = shared.rows_q, shared.rows_kv, shared.rows_kv
     how = {**asked_for(shared.mesh), "partition": rows[:2], **options}
 
@@ -53,9 +56,12 @@ def attend(operands: Any, shared: Shared, d_out: np.ndarray, **options: Any) -> 
             for r, x in zip(rows, operands, strict=True)
         ]
         o, lse = distributed.parallel_attention(*own, group, return_lse=True, **how)
-        assert isinstance(o, torch.Tensor) and o.requires_grad and not lse.requires_grad
-        given = torch.from_numpy(rows[0].take(d_out, group.rank))
-        return o, lse, torch.autograd.grad(o, own, given)
+        assert isinstance(o, torch.Tensor) and o.requires_grad and lse.requires_grad
+        results, given = [o], [torch.from_numpy(rows[0].take(d_out, group.rank))]
+        if d_lse is not None and group.rank + 1 < group.size:
+            results.append(lse)
+            given.append(torch.from_numpy(rows[0].take(d_lse, group.rank, 2)))
+        return o, lse, torch.autograd.grad(results, own, given)
 
     found = without_errors(on_rank, shared.mesh.size)
     gradients = [
@@ -63,7 +69,7 @@ def attend(operands: Any, shared: Shared, d_out: np.ndarray, **options: Any) -> 
         for i, r in enumerate(rows)
     ]
     o = rows[0].join([of_rank[0].detach().numpy() for of_rank in found])
-    lse = rows[0].join([of_rank[1].numpy() for of_rank in found], axis=-1)
+    lse = rows[0].join([of_rank[1].detach().numpy() for of_rank in found], axis=-1)
     return torch.from_numpy(o), torch.from_numpy(lse), gradients
 
 
@@ -82,6 +88,22 @@ def test_tensors_are_computed_and_differentiated_within_the_bound(mesh: Mesh, va
     assert distributed.judge(o, *tensors, shared, lse=lse, **options) <= 1
     given = torch.from_numpy(d_out), *tensors, o, lse
     assert distributed.judge_backward(gradients, *given, shared, causal=True) <= 1
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, 1), Mesh(2, 2), Mesh(4, 2)], ids=str)
+def test_gradients_go_through_the_log_sum_exp(mesh: Mesh) -> None:
+    """Also where the loss of one rank does not use it."""
+    q, d_out = normal((1, 4, 24, 16), 1), normal((1, 4, 24, 16), 2)
+    k, v = normal((1, 2, 24, 16), 3), normal((1, 2, 24, 16), 4)
+    d_lse = np.float32(8) * normal((1, 4, 24), 5)
+    rows = Partition.contiguous(24, mesh.size)
+    shared = Shared(mesh, rows, rows)
+    o, lse, gradients = attend((q, k, v), shared, d_out, d_lse, causal=True)
+    d_lse[:, :, slice(*rows.ranges[-1][0])] = 0
+    given = d_out, q, k, v, o, lse
+    options = {"causal": True}
+    assert distributed.judge_backward(gradients, *given, shared, d_lse=d_lse, **options) <= 1
+    assert distributed.judge_backward(gradients, *given, shared, **options) > 1
 
 
 def test_tensors_without_gradients_are_computed_as_arrays_are() -> None:
@@ -125,7 +147,8 @@ def test_packed_tensors_are_differentiated() -> None:
         how = {"partition": "zigzag", "causal": True, "return_lse": True, "variant": "fa_tc"}
         o, lse = distributed.parallel_attention_varlen(*own, ends, ends, group, **how)
         found = torch.autograd.grad(o, own, packed(d_out, group.rank))
-        return [x.detach().numpy().swapaxes(0, 1)[None] for x in (o, *found)], lse.numpy()[None]
+        rows_first = [x.detach().numpy() for x in (o, *found)]
+        return [x.swapaxes(0, 1)[None] for x in rows_first], lse.detach().numpy()[None]
 
     found = without_errors(on_rank, 2, method="ring")
     o, *gradients = (rows.join([of_rank[0][n] for of_rank in found]) for n in range(4))

@@ -26,6 +26,7 @@ from tests.prims.prims_exp2_cases import EXP2_PRIMS, RCP_PRIMS
 from tests.prims.prims_finite_cases import FINITE_PRIMS
 from tests.prims.prims_fragment_cases import FRAGMENT_PRIMS
 from tests.prims.prims_gemm_cases import GEMM_PRIMS
+from tests.prims.prims_gradient_bias_cases import GRADIENT_BIAS_PRIMS
 from tests.prims.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims.prims_hopper_cases import hopper_prims
 from tests.prims.prims_mask_bits_cases import MASK_BITS_PRIMS
@@ -343,6 +344,7 @@ PRIMS = [
     *SOFTCAP_PRIMS, *MASK_BITS_PRIMS, *SCORE_BIAS_PRIMS, *SCORE_HOOK_PRIMS,
     *P_PRIMS, *ZERO_PRIMS, *FRAGMENT_PRIMS,
     *CLUSTER_PRIMS, *GEMM_PRIMS, *GRADIENT_PRIMS, *GRADIENT_SM90_PRIMS,
+    *GRADIENT_BIAS_PRIMS,
     *QUANTIZE_PRIMS, *TILE_END_PRIMS,
     *tile_prims(),
     Prim(

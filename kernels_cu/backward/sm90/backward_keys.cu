@@ -12,7 +12,8 @@
 //              every run. The first block stores its part, the last block stores rows. One warp
 //              waits for the turn, another passes it on. A block waits only for blocks that have
 //              already begun. Hence no deadlock.
-// Scores       Softcap changes S during the product dP. Bits of a mask come with Q, lane by lane.
+// Scores       Softcap or bias change S during the product dP. Bits of a mask come with Q, lane by
+//              lane, boxes of a bias once those of the step before were added.
 // Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
 //              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -23,6 +24,7 @@
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/params.cuh"
+#include "prims/score/gradient_bias.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/io/varlen.cuh"
@@ -34,8 +36,8 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
 // P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then, and those
-// of more columns otherwise.
-constexpr bool CHANGED_SCORES = SOFTCAP || (MASK && BLOCK_Q == 64);
+// of more columns otherwise, as do those with a bias.
+constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -74,11 +76,14 @@ template <>
 struct MaskedStorage<true> : SharedStorage {
   alignas(16) uint32_t bits[NUM_STAGES][STEP_WORDS];
 };
-using Storage = MaskedStorage<MASK>;
+using Storage = BiasedStorage<MaskedStorage<MASK>, BIAS_BYTES>;
 extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);        // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
+static_assert(
+    !BIAS || (!SOFTCAP && (BIAS_KIND == BiasKind::DENSE || BIAS_KIND == BiasKind::KEYS)),
+    "a bias has a number for every key, and no softcap before it: its slope comes from the score");
 static_assert(
     BLOCK_KV == CONSUMERS * 64, "BLOCK_KV must be 128: two warpgroups keep gradients of 64 keys");
 static_assert(
@@ -178,11 +183,11 @@ __device__ __forceinline__ void changed_slopes(
   }
 }
 
-// S4 P of the scores, as it stands in S_acc: rows are keys, from `key` on, columns the query rows
-// from q0 on.
-__device__ __forceinline__ void weights(
-    const Scores& scores, float (&S_acc)[BLOCK_Q / 2], const float (&row_M)[BLOCK_Q], int q0,
-    int key, bool placed, const MaskBits& bits) {
+// Scores that the mask or their place excludes become -inf: rows are keys, from `key` on, columns
+// the query rows from q0 on.
+__device__ __forceinline__ void exclude(
+    const Scores& scores, float (&S_acc)[BLOCK_Q / 2], const MaskBits& bits, int q0, int key,
+    bool placed) {
   const int t = lane_id() % 4;
   if constexpr (MASK)
 #pragma unroll
@@ -193,6 +198,14 @@ __device__ __forceinline__ void weights(
     for (int i = 0; i < BLOCK_Q / 2; ++i)
       if (!admitted(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
         S_acc[i] = NEG_INF;
+}
+
+// S4 P of the scores, as it stands in S_acc, of rows and keys as above.
+__device__ __forceinline__ void weights(
+    const Scores& scores, float (&S_acc)[BLOCK_Q / 2], const float (&row_M)[BLOCK_Q], int q0,
+    int key, bool placed, const MaskBits& bits) {
+  const int t = lane_id() % 4;
+  exclude(scores, S_acc, bits, q0, key, placed);
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
@@ -292,7 +305,8 @@ __device__ __forceinline__ bool is_last_turn(
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
+    const __grid_constant__ TensorMap dO_map,
+    const __grid_constant__ KeysParams<MASK> grad BIAS_PARAMETER) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
@@ -311,6 +325,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       mbarrier_init(smem.added[s], CONSUMERS * 4);
       mbarrier_init(smem.passed[s], 1);
     }
+    init_bias(smem, CONSUMERS * 4);
     fence_mbarrier_init();
     if (ORDERED) smem.index = atomicAdd(grad.next_block, 1);
   }
@@ -371,13 +386,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     }
     // S2 load Q, dO
     RingPosition<NUM_STAGES> at;
+    RingPosition<1> bias_at;
     for (; steps.head < last_head; steps.advance(p, grad, batch, last_head, kv0), at.advance()) {
       const int row = sequences.first_row() + steps.q0();
       const int64_t padded = padded_row(call, grad, batch, steps.head) + steps.q0();
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
       mbarrier_arrive_expect_tx(
-          full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]) + MASK_BYTES);
+          full, 2 * STAGE_BYTES + 2 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]) + MASK_BYTES +
+                    BIAS_BYTES);
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
@@ -389,6 +406,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       cp_async_bulk(
           smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
       copy_bits(smem, grad, at.stage, full, batch, steps.head, kv0, steps.q0());
+      copy_bias(smem, call, BIAS_MAP, bias_at.parity, full, batch, steps.head, kv0, steps.q0());
+      bias_at.advance();
     }
     return;
   }
@@ -411,6 +430,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   const uint32_t dS_corner = shared_address(&smem.dS[0][0][key0 * BOX_COLS]) +
                              lane_id() % 16 * BOX_BYTES + (lane_id() / 16 ^ lane_id() % 8) * 16;
 
+  KeysBias<BIAS_KIND> bias(smem, key0, key);
   float dK_acc[COLS / 2] = {}, dV_acc[COLS / 2] = {};  // [COLS / 8][4]
   float dQ_acc[QUERY_SUMS];                            // of the step before
   float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], destination; not ORDERED
@@ -470,9 +490,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const Scores scores(p, batch, steps.head);
     const bool placed = scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16);
     const MaskBits bits = load_bits(smem, at.stage);
+    bias.load(call, batch, steps.head);
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
-    if constexpr (CHANGED_SCORES) {
+    bias.add(S_acc, p.scale);
+    if constexpr (CHANGED_SCORES && BIAS) {
+      exclude(scores, S_acc, bits, q0, key, placed);
+    } else if constexpr (CHANGED_SCORES) {
       change(scores, S_acc, bits, q0, key, placed);
     } else {
       weights(scores, S_acc, smem.row_M[at.stage], q0, key, placed, bits);
@@ -495,8 +519,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     }
     mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
     store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);
-    __syncwarp();  // the warp's rows are complete
+    __syncwarp();  // the warp's rows are complete, and its bias is added
     if (lane_id() == 0) mbarrier_arrive(smem.dS_full[dS_at.stage]);
+    if (lane_id() == 0) bias.release(smem);
     dS_at.advance();
 
     // S5 dV, dK; meanwhile dQ of the step before goes to memory

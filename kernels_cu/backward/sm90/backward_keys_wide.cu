@@ -5,6 +5,8 @@
 //              rows. The other half comes through shared memory, where all left operands lie.
 // Differs from sm90/backward_keys.cu: 64 keys, not 128, and both warpgroups have all of them; P
 //              goes through shared memory, too; sm90/backward_queries_wide.cu makes dQ.
+// Scores       As in sm90/backward_keys.cu. Beside a causal mask the bits of a mask would spill
+//              128 bytes: such calls run in the portable form.
 // Kept simple  dV and dK of a step and S and dP of the next step are multiplied in sequence. The
 //              tensor cores idle while P and dS are computed.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -14,6 +16,7 @@
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/params.cuh"
+#include "prims/score/mask_bits.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/io/varlen.cuh"
@@ -43,8 +46,16 @@ struct SharedStorage {
   Mbarrier full[NUM_STAGES], empty[NUM_STAGES];  // Q, dO, M and Delta of a step
   Mbarrier P_full, P_empty;                      // P and dS of a step, of all its rows
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
-constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
+constexpr int MASK_BYTES = MASK ? MASK_TILE_WORDS * sizeof(uint32_t) : 0;  // of a step
+template <bool MASK>
+struct MaskedStorage : SharedStorage {};
+template <>
+struct MaskedStorage<true> : SharedStorage {
+  alignas(16) uint32_t bits[NUM_STAGES][MASK_TILE_WORDS];
+};
+using Storage = MaskedStorage<MASK>;
+extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
+constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);        // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
 static_assert(
@@ -65,18 +76,46 @@ __device__ __forceinline__ void start_half(
   wgmma_commit_group();
 }
 
+// The bits of a step of a mask, from memory to where Q of the step is coming.
+template <typename Smem, typename Params>
+__device__ __forceinline__ void copy_bits(
+    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head, int kv0,
+    int q0) {
+  if constexpr (MASK) {
+    const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
+    const int64_t step = tile * grad.row_tiles + q0 / BLOCK_Q;
+    cp_async_bulk(smem.bits[stage], grad.mask_bits + step * MASK_TILE_WORDS, MASK_BYTES, full);
+  }
+}
+
+// The bits of this lane's two keys and the query rows of its warpgroup.
+template <typename Smem>
+__device__ __forceinline__ void load_bits(
+    uint32_t (&bits)[2], const Smem& smem, int stage, int key0, int half) {
+  if constexpr (MASK) {
+    load_mask(bits, smem.bits[stage], key0);
+    for (int h = 0; h < 2; ++h) bits[h] >>= half * (HALF_ROWS / 4);
+  }
+}
+
 // S4 P and dS of the scores, transposed and in 16 bits: rows are keys, from `key` on, columns the
 // query rows from q0 on. ANY_COARSE: P gets the factors of its rows, too.
 template <bool ANY_COARSE>
 __device__ __forceinline__ void weights_and_slopes(
     const Scores& scores, float (&S_acc)[HALF_ROWS / 2], const float (&dP_acc)[HALF_ROWS / 2],
-    const float* row_M, const float* delta_of, const float* factors, int q0, int key, bool placed,
-    uint32_t (&P_frag)[HALF_ROWS / 16][4], uint32_t (&dS_frag)[HALF_ROWS / 16][4]) {
+    const uint32_t (&bits)[2], const float* row_M, const float* delta_of, const float* factors,
+    int q0, int key, bool placed, uint32_t (&P_frag)[HALF_ROWS / 16][4],
+    uint32_t (&dS_frag)[HALF_ROWS / 16][4]) {
   const int t = lane_id() % 4;
+  if constexpr (MASK)
+#pragma unroll
+    for (int i = 0; i < HALF_ROWS / 2; ++i)
+      if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
   if (!placed)
 #pragma unroll
     for (int i = 0; i < HALF_ROWS / 2; ++i)
-      if (!scores.admit(q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8)) S_acc[i] = NEG_INF;
+      if (!admitted(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
+        S_acc[i] = NEG_INF;
 #pragma unroll
   for (int n = 0; n < HALF_ROWS / 8; ++n) {
     using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
@@ -110,11 +149,10 @@ __device__ __forceinline__ void weights_and_slopes(
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
+    const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
-  auto& smem =
-      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
+  auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   // S0 locate
@@ -160,7 +198,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
       mbarrier_arrive_expect_tx(
-          full, 2 * STAGE_BYTES + 3 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]));
+          full, 2 * STAGE_BYTES + 3 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]) + MASK_BYTES);
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
@@ -173,6 +211,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
           smem.row_factor[at.stage], grad.row_factor + padded, sizeof(smem.row_factor[0]), full);
       cp_async_bulk(
           smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
+      copy_bits(smem, grad, at.stage, full, batch, steps.head, kv0, steps.q0());
     }
     return;
   }
@@ -230,6 +269,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
   const auto exchange = [&] {
     const Scores scores(p, batch, head);
     const bool placed = scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16);
+    uint32_t bits[2];
+    load_bits(bits, smem, at.stage, key0, half);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
     // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes. Otherwise the flags
@@ -238,11 +279,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const int flag_row = BLOCK_MASK ? 0 : row0;
     if (any_coarse<FLAG_ROWS>(&smem.coarse[at.stage][flag_row / COARSE_ROWS]))
       weights_and_slopes<true>(
-          scores, S_acc, dP_acc, row_M, delta, &smem.row_factor[at.stage][row0], q0, key, placed,
-          P_frag, dS_frag);
+          scores, S_acc, dP_acc, bits, row_M, delta, &smem.row_factor[at.stage][row0], q0, key,
+          placed, P_frag, dS_frag);
     else
       weights_and_slopes<false>(
-          scores, S_acc, dP_acc, row_M, delta, nullptr, q0, key, placed, P_frag, dS_frag);
+          scores, S_acc, dP_acc, bits, row_M, delta, nullptr, q0, key, placed, P_frag, dS_frag);
     mbarrier_wait_parity(smem.P_empty, P_at.parity ^ 1);  // P and dS of the step before were read
 #pragma unroll
     for (int k = 0; k < HALF_ROWS / 16; ++k) {

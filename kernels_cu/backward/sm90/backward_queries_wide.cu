@@ -15,6 +15,7 @@
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/params.cuh"
+#include "prims/score/mask_bits.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/io/varlen.cuh"
@@ -46,10 +47,21 @@ static_assert(
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
 
+// The bits of this lane's two rows and the keys of a step, from memory.
+template <typename Params>
+__device__ __forceinline__ void load_bits(
+    uint32_t (&bits)[2], const Params& grad, int64_t batch, int64_t head, int q0, int kv0) {
+  if constexpr (MASK) {
+    const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + q0 / BLOCK_Q;
+    const int64_t step = tile * grad.row_tiles + kv0 / BLOCK_KV;
+    load_mask(bits, grad.mask_bits + step * MASK_TILE_WORDS, warp_id() % 4 * 16);
+  }
+}
+
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wide(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
+    const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem =
@@ -133,6 +145,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
   if (steps) mbarrier_wait_parity(smem.Q_full, 0);  // Q and dO have arrived
   for (number += own * BLOCK_KV; number < keys.end; number += CONSUMERS * BLOCK_KV, parity ^= 1) {
     const int kv0 = keys.key(number);
+    uint32_t bits[2];
+    load_bits(bits, grad, batch, head, q0, kv0);
     // S3 scores, and dP
     mbarrier_wait_parity(smem.full[own], parity);  // K and V have arrived
     // NOTE: a weight of 0 does not silence a NaN in the keys of the next sequence.
@@ -148,10 +162,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     const bool placed = scores.are_placed(warp_row, 16, kv0, BLOCK_KV);
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
+    if constexpr (MASK) apply_mask(S_acc, bits);
     if (!placed)
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; ++i)
-        if (!scores.admit(row + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
+        if (!admitted(p, row + i / 2 % 2 * 8, kv0 + i / 4 * 8 + t * 2 + i % 2)) S_acc[i] = NEG_INF;
     if constexpr (SOFTCAP)
 #pragma unroll
       for (int i = 0; i < BLOCK_KV / 2; ++i)

@@ -44,6 +44,39 @@ struct Sequences<true> {
   __device__ __forceinline__ int first_key() const { return PACKED ? kv.first : 0; }
 };
 
+// The rows of an operand that a block of a pass over memory takes, BLOCK_Q of one head at most.
+// Blocks of one head follow one another. Params are RopeParams or NormParams.
+template <typename Params>
+struct BlockRows {
+  const Params& p;
+  int64_t batch_head, batch, head;
+  int row0, rows;  // position of the first row, and their number; VARLEN: none where not positive
+  int first = 0;   // VARLEN: of the sequence, whose positions are its own
+
+  __device__ __forceinline__ explicit BlockRows(const Params& p) : p(p) {
+    const int chunks = ceil_div(p.length, BLOCK_Q);
+    row0 = blockIdx.x % chunks * BLOCK_Q;
+    batch_head = blockIdx.x / chunks;
+    batch = batch_head / p.heads, head = batch_head % p.heads;
+    int length = p.length;
+    if constexpr (VARLEN) {
+      const Sequence sequence(p.cu_seqlens, batch, p.length);
+      first = sequence.first, length = sequence.length;
+    }
+    rows = min(BLOCK_Q, length - row0);
+  }
+  // The first row in the operand.
+  __device__ __forceinline__ const elem_t* in_operand(const void* X) const {
+    return static_cast<const elem_t*>(X) + batch * p.X_stride.batch + head * p.X_stride.head +
+           (first + row0) * p.X_stride.len;
+  }
+  // The first row in a contiguous array [batch, heads, length, HEAD_DIM], packed [heads, total, ..]
+  template <typename T>
+  __device__ __forceinline__ T* in_contiguous(T* Y) const {
+    return Y + ((VARLEN ? head * p.total + first : batch_head * p.length) + row0) * HEAD_DIM;
+  }
+};
+
 // Tells the compiler that they are the same in every lane.
 template <bool LENGTHS>
 __device__ __forceinline__ Sequences<LENGTHS> uniform(Sequences<LENGTHS> x) {

@@ -11,11 +11,11 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
-// backward_delta.cu takes it: DeltaParams, or with PART_SUMS numbers of coarse rows.
+// backward_delta.cu takes it: DeltaParams, with PART_SUMS followed by numbers of coarse rows.
 template <bool>
 struct SummedDeltaParams : DeltaParams<D_LSE> {};
 template <>
-struct SummedDeltaParams<true> : BackwardParams {
+struct SummedDeltaParams<true> : DeltaParams<true> {
   const float* given_M;       // [batch, heads, rows], over all keys of a row
   const float* given_factor;  // [batch, heads, rows]
 };

@@ -1,0 +1,118 @@
+// gradient_bias.cuh -- a bias added to transposed scores, whose rows are keys, in the layout of
+// wgmma. It comes from boxes in shared memory, transposed as they are loaded. If it is the same for
+// all query rows, each lane reads the bias of its two keys from memory.
+#pragma once
+
+#include "prims/instructions/mbarrier.cuh"
+#include "prims/instructions/tma.cuh"
+#include "prims/score/score.cuh"
+#include "prims/score/score_bias.cuh"
+
+constexpr bool DENSE_BIAS = BIAS_KIND == BiasKind::DENSE;
+constexpr int BIAS_BYTES = DENSE_BIAS ? BIAS_BOXES * BIAS_BOX_PITCH : 0;  // of a step
+
+// ---- the producer ----------------------------------------------------------------------------
+
+// Appended to shared memory: the bias of one step, in boxes [BLOCK_Q, 64 keys].
+template <typename Base, int BYTES>
+struct BiasedStorage : Base {
+  alignas(1024) unsigned char bias[BYTES];
+  Mbarrier bias_empty;
+};
+template <typename Base>
+struct BiasedStorage<Base, 0> : Base {};
+
+template <typename Smem>
+__device__ __forceinline__ void init_bias(Smem& smem, int arrivals) {
+  if constexpr (DENSE_BIAS) mbarrier_init(smem.bias_empty, arrivals);
+}
+
+// The bias of the step at kv0 and q0, once the bias of the step before was read. Rows and keys past
+// the end arrive as zeros.
+template <typename Smem>
+__device__ __forceinline__ void copy_bias(
+    Smem& smem, const AttnParams& p, const TensorMap& bias_map, uint32_t parity, Mbarrier& full,
+    int batch, int head, int kv0, int q0) {
+  if constexpr (DENSE_BIAS) {
+    mbarrier_wait_parity(smem.bias_empty, parity ^ 1);
+    for (int b = 0; b < BIAS_BOXES; ++b)
+      cp_async_bulk_tensor_4d(
+          smem.bias + b * BIAS_BOX_PITCH, bias_map, full, kv0 + b * BIAS_BOX_COLS, q0,
+          p.bias_stride.head == 0 ? 0 : head, p.bias_stride.batch == 0 ? 0 : batch);
+  }
+}
+
+// ---- the consumers ---------------------------------------------------------------------------
+
+// R3: the score of a product in natural units, as Scores::of has it.
+// NOTE: with the factor outside of the condition NVRTC 13.5 multiplies all scores first, and spills
+// up to 116 bytes.
+__device__ __forceinline__ float biased_score(float S, float scale, float bias) {
+  return bias == NEG_INF ? NEG_INF : __fadd_rn(S * scale, bias);
+}
+
+// The bias of the scores of a warp, which has the keys [key0, key0 + 16) of a block. Score i of a
+// lane has the query row i / 4 * 8 + lane % 4 * 2 + i % 2, and its key, or key + 8.
+template <BiasKind>
+struct KeysBias {
+  template <typename Smem>
+  __device__ __forceinline__ KeysBias(const Smem&, int, int) {}
+  __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
+  __device__ __forceinline__ void add(float (&)[BLOCK_Q / 2], float) const {}
+  template <typename Smem>
+  __device__ __forceinline__ void release(Smem&) const {}
+};
+
+template <>
+struct KeysBias<BiasKind::DENSE> {
+  uint32_t corner;  // shared address of this lane's row of the first four matrices
+
+  template <typename Smem>
+  __device__ __forceinline__ KeysBias(const Smem& smem, int key0, int) {
+    const int row = lane_id() / 16 * 8 + lane_id() % 8;
+    const int chunk = key0 % BIAS_BOX_COLS / 8 + lane_id() / 8 % 2;  // of 8 keys
+    corner = shared_address(smem.bias + key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH) + row * 128 +
+             (chunk ^ row % 8) * 16;
+  }
+  __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
+  // R3: products to scores in natural units.
+  template <typename T = bias_t>
+  __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
+#pragma unroll
+    for (int n = 0; n < BLOCK_Q / 8; n += 2) {
+      uint32_t pair[4];  // of key and key + 8: two rows, then those 8 rows further
+      ldmatrix_x4_trans(pair, corner + n * 8 * 128);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const Vec<float, 2> b = to_floats(pair[j], T());
+        float* S = &S_acc[4 * n + 2 * j];  // [2]
+        S[0] = biased_score(S[0], scale, b.v[0]), S[1] = biased_score(S[1], scale, b.v[1]);
+      }
+    }
+  }
+  // One lane, once all lanes have added.
+  template <typename Smem>
+  __device__ __forceinline__ void release(Smem& smem) const {
+    mbarrier_arrive(smem.bias_empty);
+  }
+};
+
+template <>
+struct KeysBias<BiasKind::KEYS> {
+  int key;
+  float bias[2];  // of key, key + 8
+
+  template <typename Smem>
+  __device__ __forceinline__ KeysBias(const Smem&, int, int key) : key(key) {}
+  __device__ __forceinline__ void load(const AttnParams& p, int64_t batch, int64_t head) {
+    const BiasInMemory of_head(p, batch, head);
+    bias[0] = of_head.at(0, key), bias[1] = of_head.at(0, key + 8);
+  }
+  __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / 2; ++i)
+      S_acc[i] = biased_score(S_acc[i], scale, bias[i / 2 % 2]);  // R3
+  }
+  template <typename Smem>
+  __device__ __forceinline__ void release(Smem&) const {}
+};

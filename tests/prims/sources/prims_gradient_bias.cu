@@ -1,0 +1,50 @@
+// prims_gradient_bias -- a bias added to scores whose rows are keys: from boxes in shared memory,
+// or from memory if all query rows share it.
+#include "prims/score/gradient_bias.cuh"
+
+struct Nothing {};
+using Storage = BiasedStorage<Nothing, BIAS_BYTES>;
+
+// Index in [BLOCK_KV, BLOCK_Q] of score i of a lane.
+__device__ int place(int i) {
+  const int key = warp_id() * 16 + lane_id() / 4 + i / 2 % 2 * 8;
+  return key * BLOCK_Q + i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
+}
+
+// Adds the bias of batch entry 1 and head 2.
+__device__ void add(const AttnParams& p, const Storage& smem, const float* x, float* S) {
+  const int key0 = warp_id() * 16;
+  KeysBias<BIAS_KIND> bias(smem, key0, key0 + lane_id() / 4);
+  float S_acc[BLOCK_Q / 2];
+#pragma unroll
+  for (int i = 0; i < BLOCK_Q / 2; ++i) S_acc[i] = x[place(i)];
+  bias.load(p, 1, 2);
+  bias.add(S_acc, p.scale);
+#pragma unroll
+  for (int i = 0; i < BLOCK_Q / 2; ++i) S[place(i)] = S_acc[i];
+}
+
+extern "C" __global__ void from_boxes(
+    const __grid_constant__ AttnParams p,
+    const uint8_t* boxes,  // [BIAS_BYTES], as they lie in shared memory
+    const float* x,        // [BLOCK_KV, BLOCK_Q]
+    float* S) {            // [BLOCK_KV, BLOCK_Q]
+  __shared__ Storage smem;
+  if constexpr (DENSE_BIAS) {
+    uint8_t* shared = reinterpret_cast<uint8_t*>(&smem);
+    for (int i = thread_id(); i < BIAS_BYTES; i += NUM_THREADS) shared[i] = boxes[i];
+    __syncthreads();  // the boxes are complete
+  }
+  add(p, smem, x, S);
+}
+
+extern "C" __global__ void from_memory(
+    const __grid_constant__ AttnParams given,
+    const bias_t* bias,  // [2, 3, 1, len_kv], strided
+    const float* x,      // [BLOCK_KV, BLOCK_Q]
+    float* S) {          // [BLOCK_KV, BLOCK_Q]
+  __shared__ Storage smem;
+  AttnParams p = given;
+  p.bias = bias;
+  add(p, smem, x, S);
+}
