@@ -1,8 +1,9 @@
 """Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
 
 An address in the shared memory of a cluster is an address of a block's shared memory, with the rank
-of the block, counted from 1, in higher bits. Rank 0 means the lane's block. Only the barrier orders
-blocks. If a lane releases when it arrives, all accesses ordered before the arrival come before
+of the block, counted from 1, in higher bits. Rank 0 means the lane's block. The barrier orders
+blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
+engine writes there. If a lane releases when it arrives, all accesses ordered before the arrival come before
 those that follow a wait for that phase. These include accesses of other threads, ordered by
 barriers of their blocks.
 """
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: log2 of the distance between the ranks of an address; shared memory is smaller.
 RANK_BITS = 24
+#: The bits of an address below its rank.
+WITHIN = (1 << RANK_BITS) - 1
 
 
 @dataclass
@@ -159,9 +162,8 @@ class Clusters:
     ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         machine, shared = self._machine, self._machine.shared
-        block, rank = lanes // machine.threads, address >> RANK_BITS
-        owner = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
-        within = address & ((1 << RANK_BITS) - 1)
+        block, owner = lanes // machine.threads, self.owners(address, lanes)
+        within = address & WITHIN
         if (owner == block).all():
             return shared.load(within, unit, count, lanes, strong)
         values = np.empty((count, len(lanes)), f"u{unit}")
@@ -169,11 +171,7 @@ class Clusters:
         if len(own):
             values[:, own] = shared.load(within[own], unit, count, lanes[own], strong)
         some, width = lanes[far], unit * count
-        offset = shared.offset(within[far], width, some) + (owner - block)[far] * shared.stride
-        gone = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))[owner[far]]
-        if gone.any():
-            message = "shared memory of another block is read, and that block has ended"
-            machine.report("race", message, some, gone, within[far])
+        offset = self.offset(address[far], width, some)
         size = shared.granule_bytes
         granules, who = spread(offset // size, some, max(width // size, 1))
         shared.shadow.before_far_read(
@@ -183,6 +181,25 @@ class Clusters:
         shared.shadow.before_any_write = self._before_write
         values[:, far] = gather(shared.data, offset, unit, count)
         return values
+
+    def owners(self, address: Ints, lanes: Ints) -> Ints:
+        """Return the blocks of the batch whose shared memory the addresses of `lanes` name."""
+        block, rank = lanes // self._machine.threads, address >> RANK_BITS
+        named: Ints = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
+        return named
+
+    def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
+        """Return offsets into the memory of all blocks, whose block must not have ended."""
+        machine, shared = self._machine, self._machine.shared
+        own, owner = lanes // machine.threads, self.owners(address, lanes)
+        within = address & WITHIN
+        offset = shared.offset(within, width, lanes) + (owner - own) * shared.stride
+        if (owner != own).any():
+            ended = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))
+            if (gone := ended[owner]).any():
+                message = "shared memory of another block is accessed, and that block has ended"
+                machine.report("race", message, lanes, gone, within)
+        return offset
 
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Not known: no kernel stores there."""
@@ -270,7 +287,7 @@ def map_address(inst: Instruction) -> Execute | None:
         if outside.any():
             message = f"a rank outside the cluster, which has {machine.clusters.blocks} blocks"
             machine.report("out of bounds", message, lanes.index, outside)
-        within = address(machine) & ((1 << RANK_BITS) - 1)
+        within = address(machine) & WITHIN
         write(machine, (within | (ranks + 1) << RANK_BITS).astype(np.uint32), lanes)
 
     return execute
