@@ -191,9 +191,16 @@ class Engine:
         data = self._fetch(source + place, everything, 8, lane)
         self._deliver(lambda: data, place, target, barrier, lane, 8)
 
-    def bring_to_block(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
+    def bring_to_block(
+        self, source: int, target: int, nbytes: int, barrier: int, lane: int
+    ) -> None:
         """Begin a copy of contiguous bytes of the lane's block to another place of the cluster."""
-        self._check_sixteens(source, target & WITHIN, nbytes, lane, "from")
+        if source % 16 or target % 16 or nbytes % 16:
+            message = (
+                f"a bulk copy of {nbytes} bytes from shared address {source} to "
+                f"{target & WITHIN} of a block: all three have to be multiples of 16"
+            )
+            self._misaligned(message, lane)
         machine, shared = self._machine, self._machine.shared
         first, granules = self._lend(source, nbytes, np.array([lane]))
 

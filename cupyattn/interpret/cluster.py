@@ -3,8 +3,10 @@
 An address in the shared memory of a cluster is an address of a block's shared memory, with the rank
 of the block, counted from 1, in higher bits. Rank 0 means the lane's block. The barrier orders
 blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
-engine writes there. If a lane releases when it arrives, all accesses ordered before the arrival come before
-those that follow a wait for that phase. These include accesses of other threads, ordered by
+engine writes there.
+
+If a lane releases when it arrives at the barrier, all accesses ordered before the arrival come
+before those that follow a wait for that phase. These include accesses of other threads, ordered by
 barriers of their blocks.
 """
 

@@ -25,11 +25,11 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int PAIR = 2;                       // blocks of a cluster
-constexpr int BOTH = (1 << PAIR) - 1;         // a bit for each
-constexpr int BLOCK_KEYS = BLOCK_KV / PAIR;   // of a block
-constexpr int HALF_BOXES = BOXES / PAIR;      // of dQ, one for each warpgroup; of a copy to both
-constexpr int CONSUMER_WARPS = 8;             // of a block
+constexpr int PAIR = 2;                      // blocks of a cluster
+constexpr int BOTH = (1 << PAIR) - 1;        // a bit for each
+constexpr int BLOCK_KEYS = BLOCK_KV / PAIR;  // of a block
+constexpr int HALF_BOXES = BOXES / PAIR;     // of dQ, one for each warpgroup; of a copy to both
+constexpr int CONSUMER_WARPS = 8;            // of a block
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 using Access = Vec<float, 4>;
@@ -42,7 +42,7 @@ struct SharedStorage {
   alignas(1024) elem_t dO[BOXES][BLOCK_Q * BOX_COLS];
   // dS by the block of its keys, transposed: [BLOCK_KEYS, BLOCK_Q]
   alignas(1024) elem_t dS[2][PAIR][BLOCK_KEYS * BOX_COLS];
-  alignas(16) Access P[BLOCK_Q / 8][WARPGROUP];  // in the order of the accumulators
+  alignas(16) float P[BLOCK_Q / 8][WARPGROUP][4];  // in the order of the accumulators
   alignas(16) float row_M[NUM_STAGES][BLOCK_Q];
   alignas(16) float delta[NUM_STAGES][BLOCK_Q];
   alignas(16) int32_t coarse[NUM_STAGES][BLOCK_Q / COARSE_ROWS];
@@ -107,25 +107,14 @@ __device__ __forceinline__ void weights(
   }
 }
 
-// P of the rows from `factors` on, some of them coarse, from the results of `weights`.
-__device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
-  using Pair = Vec<float, 2>;
-#pragma unroll
-  for (int n = 0; n < BLOCK_Q / 8; ++n) {
-    const Pair factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + lane_id() % 4 * 2]);
-#pragma unroll
-    for (int i = 4 * n; i < 4 * n + 4; ++i) S_acc[i] = normalised(S_acc[i], factor.v[i % 2]);  // R9
-  }
-}
-
 // Hands P to the other warpgroup, and makes it the left operand of dV.
 __device__ __forceinline__ void hand_over(
-    const float (&P_acc)[BLOCK_Q / 2], Access (&P)[BLOCK_Q / 8][WARPGROUP],
+    const float (&P_acc)[BLOCK_Q / 2], float (&P)[BLOCK_Q / 8][WARPGROUP][4],
     uint32_t (&P_frag)[BLOCK_Q / 16][4]) {
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     const float* x = P_acc + 4 * n;  // [4]: two rows of key, two of key + 8
-    P[n][threadIdx.x % WARPGROUP] = {{x[0], x[1], x[2], x[3]}};
+    *reinterpret_cast<Access*>(P[n][threadIdx.x % WARPGROUP]) = {{x[0], x[1], x[2], x[3]}};
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(x[2 * h], x[2 * h + 1]);  // R9
@@ -134,14 +123,14 @@ __device__ __forceinline__ void hand_over(
 
 // dS in 16 bits, two neighbouring query rows in a register: the left operand of dK.
 __device__ __forceinline__ void slopes(
-    const Access (&P)[BLOCK_Q / 8][WARPGROUP], const float (&dP_acc)[BLOCK_Q / 2],
+    const float (&P)[BLOCK_Q / 8][WARPGROUP][4], const float (&dP_acc)[BLOCK_Q / 2],
     const float (&delta_of)[BLOCK_Q], uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
   const int t = lane_id() % 4;
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     using Pair = Vec<float, 2>;
     const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
-    const Access weight = P[n][threadIdx.x % WARPGROUP];
+    const Access weight = *reinterpret_cast<const Access*>(P[n][threadIdx.x % WARPGROUP]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {                // key, then key + 8
       const float* p = weight.v + 2 * h;         // [2]
@@ -158,11 +147,11 @@ __device__ __forceinline__ void release_to_both(Mbarrier& empty) {
   if (lane_id() < PAIR) mbarrier_arrive_in_block(empty, lane_id());
 }
 
-extern "C" __global__ __cluster_dims__(PAIR) __launch_bounds__(NUM_THREADS, 1)
-void backward_keys_pair(
-    const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
-    const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
+extern "C" __global__ __cluster_dims__(PAIR)
+    __launch_bounds__(NUM_THREADS, 1) void backward_keys_pair(
+        const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
+        const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
+        const __grid_constant__ TensorMap dO_map, const __grid_constant__ BackwardParams grad) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem =
@@ -204,8 +193,7 @@ void backward_keys_pair(
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x >= WARP_SIZE || !elect_sync() || steps.head >= last_head) return;
     // S1 load K, V, and the columns of the other block's K that dQ needs
-    mbarrier_arrive_expect_tx(
-        smem.KV_full, sizeof(smem.K) + sizeof(smem.V) + sizeof(smem.K_other));
+    mbarrier_arrive_expect_tx(smem.KV_full, sizeof(smem.K) + sizeof(smem.V) + sizeof(smem.K_other));
     for (int b = 0; b < BOXES; ++b) {
       cp_async_bulk_tensor_4d(smem.K[b], K_map, smem.KV_full, b * BOX_COLS, kv0, head_kv, batch);
       cp_async_bulk_tensor_4d(smem.V[b], V_map, smem.KV_full, b * BOX_COLS, kv0, head_kv, batch);
@@ -307,8 +295,7 @@ void backward_keys_pair(
       const Scores scores(p, batch, steps.head);
       const int q0 = steps.q0();
       weights(
-          p, S_acc, smem.row_M[at.stage], q0, key,
-          scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16));
+          p, S_acc, smem.row_M[at.stage], q0, key, scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16));
       if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
         normalise(S_acc, grad.row_factor + padded_row(call, grad, batch, steps.head) + q0);
       release_to_both(smem.Q_empty[at.stage]);
@@ -317,7 +304,7 @@ void backward_keys_pair(
       hand_over(S_acc, smem.P, P_frag);
       __syncwarp();  // the warp's P is complete
       if (lane_id() == 0) mbarrier_arrive(smem.P_full);
-      mbarrier_wait_parity(smem.dO_full, one.parity);  // dO has arrived
+      mbarrier_wait_parity(smem.dO_full, one.parity);      // dO has arrived
       start_columns(dV_acc, P_frag, uniform(dO_columns));  // R12
       one.advance();
       sums = sums_of_step();
@@ -367,7 +354,7 @@ void backward_keys_pair(
 
     // S3 dP
     const auto start_slopes = [&] {
-      mbarrier_wait_parity(smem.dO_full, one.parity);              // dO has arrived
+      mbarrier_wait_parity(smem.dO_full, one.parity);                              // dO has arrived
       start_rows<BLOCK_KEYS, BLOCK_Q>(dP_acc, uniform(V_rows), uniform(dO_rows));  // R10
     };
     // S4 dS

@@ -68,9 +68,8 @@ __device__ __forceinline__ Vec<int32_t, 4> load_from_block(const int32_t (&own)[
 // Arrives at the barrier at this place in block `rank` of the cluster. It says that this thread has
 // read what the other block may now overwrite; it publishes no stores to that block.
 __device__ __forceinline__ void mbarrier_arrive_in_block(Mbarrier& own, int rank) {
-  asm volatile(
-      "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&own, rank))
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&own, rank))
+               : "memory");
 }
 
 // Copies `bytes` of this block's shared memory to the same place in block `rank` of the cluster, in
