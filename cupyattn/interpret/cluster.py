@@ -66,6 +66,7 @@ class Clusters:
         self._released = np.zeros((2, size), np.int32)
         self._views: dict[int, Times] = {}  # by block: joined views of this phase
         self._seen: dict[int, Times] = {}  # the same of the last phase
+        self._heard: dict[int, dict[int, Times]] = {}  # by block: those of the other blocks
         self._waiting: dict[int, Bools] = {}  # by place
         self._reads: list[FarRead] = []
 
@@ -100,9 +101,11 @@ class Clusters:
         through, late = index[done], index[~done]
         self._waits[through] += 1
         for block in np.unique(through // machine.threads).tolist():
+            some = through[through // machine.threads == block]
             if block in self._seen:
-                some = through[through // machine.threads == block]
                 machine.clocks.acquire(some, self._seen[block])
+            if block in self._heard:
+                machine.clocks.between.tell(machine.clocks, some, self._heard[block])
         if len(through):
             machine.go(machine.place + 1, self._mask(through))
         if len(late):
@@ -121,9 +124,16 @@ class Clusters:
             some = slice(cluster * self._lanes, (cluster + 1) * self._lanes)
             self._released[1, some] = self._released[0, some]
             self._released[0, some] = self._time[some]
-            for block in range(cluster * self.blocks, (cluster + 1) * self.blocks):
-                if block in self._views:
-                    self._seen[block] = self._views.pop(block)
+            blocks = range(cluster * self.blocks, (cluster + 1) * self.blocks)
+            views = {block: self._views.pop(block) for block in blocks if block in self._views}
+            engine = max((view[-1] for view in views.values()), default=0)
+            first = machine.clocks.first // machine.threads
+            for block, view in views.items():
+                self._seen[block] = view.copy()
+                self._seen[block][-1] = engine
+            for block in blocks:
+                others = {first + n: view[:-1] for n, view in views.items() if n != block}
+                self._heard[block] = others
         self._phase[complete] += 1
         self._reads = [kept for read in self._reads for kept in self._recent(read)]
         freed = np.isin(machine.lane // self._lanes, complete)

@@ -202,6 +202,11 @@ class BetweenBlocks:
         for known, address in zip(self._known(clocks, lanes), addresses.tolist(), strict=True):
             self._at[address] = _joined(self._at.get(address, {}), known)
 
+    def tell(self, clocks: Clocks, lanes: Ints, known: Known) -> None:
+        """Order `lanes` after accesses of other blocks, by the barrier of their cluster."""
+        if known:
+            self._learn(clocks, dict.fromkeys(lanes.tolist(), known))
+
     def acquire(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
         """Order `lanes` after the accesses published at `addresses`."""
         pairs = zip(lanes.tolist(), addresses.tolist(), strict=True)
