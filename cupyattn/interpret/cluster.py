@@ -5,9 +5,9 @@ of the block, counted from 1, in higher bits. Rank 0 means the lane's block. The
 blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
 engine writes there.
 
-If a lane releases when it arrives at the barrier, all accesses ordered before the arrival come
-before those that follow a wait for that phase. These include accesses of other threads, ordered by
-barriers of their blocks.
+A lane may release when it arrives at the barrier. Then all accesses ordered before its arrival
+come before the accesses behind a wait for that phase. These include accesses of other threads,
+ordered by barriers of their blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Clusters:
         self._released = np.zeros((2, size), np.int32)
         self._views: dict[int, Times] = {}  # by block: joined views of this phase
         self._seen: dict[int, Times] = {}  # the same of the last phase
-        self._heard: dict[int, dict[int, Times]] = {}  # by block: those of the other blocks
+        self._heard: dict[int, dict[int, Times]] = {}  # by block: views of the other blocks
         self._waiting: dict[int, Bools] = {}  # by place
         self._reads: list[FarRead] = []
 

@@ -1,16 +1,14 @@
 // backward_keys_pair -- all gradients past 128 columns in five products, Hopper form.
 //
 // Idea         Two blocks of a cluster own 64 keys each and step over the same query rows. In a
-//              block one warpgroup has S, P and dV, the other dP, dS and dK: 256 columns of one
-//              gradient fill half of its registers, and both left operands stay in registers.
-//              Each block receives the other's dS and makes half of the columns of dQ, of the keys
-//              of both. So the additions to memory are half of those of two single blocks.
-// Differs from sm90/backward_keys_wide.cu: warpgroups divide the products, not the rows of a step;
-//              each copy of Q and dO goes to both blocks; no second kernel recomputes S and dP.
-// Data flow    P passes as float32 from one warpgroup to the other, which stores dS. The copy
-//              engine brings dS to the other block. dQ is multiplied a step later.
-//              warpgroup 1: S P | dV, dQ of the step before, S of the next | ...
-//              warpgroup 2: dP, dQ of the step before | dS | dK | ...
+//              block, one warpgroup makes dV from S, the other dK from dP. A gradient of 256
+//              columns fills half of its registers. Both left operands stay in registers.
+//              Each block receives dS of the other one and makes half of the columns of dQ, over
+//              all 128 keys. This halves the additions to memory.
+// Differs from sm90/backward_keys_wide.cu: warpgroups divide the products, not the rows. Each copy
+//              of Q and dO goes to both blocks. No second kernel recomputes S and dP.
+// Data flow    P passes as float32 from the first warpgroup to the second, which stores dS. The
+//              copy engine brings dS to the other block. dQ of a step is multiplied in the next.
 // Kept simple  dO has one stage: it is copied during dK, S and dQ. Blocks add to dQ in any order.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store

@@ -72,9 +72,9 @@ __device__ __forceinline__ void mbarrier_arrive_in_block(Mbarrier& own, int rank
                : "memory");
 }
 
-// Copies `bytes` of this block's shared memory to the same place in block `rank` of the cluster, in
-// the background, and counts them off the barrier at this place there. Address and bytes are
-// multiples of 16.
+// Copies `bytes` of shared memory to the same place in block `rank` of the cluster, in the
+// background. They count off the barrier at this place there. Address and bytes are multiples of
+// 16.
 __device__ __forceinline__ void cp_async_bulk_to_block(
     const void* own, int bytes, Mbarrier& barrier, int rank) {
   asm volatile(

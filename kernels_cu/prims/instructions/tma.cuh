@@ -19,8 +19,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
-// The same for every block of the cluster whose bit is set in `blocks`: the box arrives at this
-// place in the shared memory of each, and its bytes count off the barrier at this place there.
+// The same for every block of the cluster whose bit is set in `blocks`. In each, the box arrives at
+// this place in shared memory. Its bytes count off the barrier at this place there.
 __device__ __forceinline__ void cp_async_bulk_tensor_4d_multicast(
     void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head, int batch,
     int blocks) {
