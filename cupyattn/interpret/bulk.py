@@ -202,7 +202,7 @@ class Engine:
             )
             self._misaligned(message, lane)
         machine, shared = self._machine, self._machine.shared
-        first, granules = self._lend(source, nbytes, np.array([lane]))
+        first, granules = self._lend(source, nbytes, np.array([lane]), noted=False)
 
         def read() -> npt.NDArray[Any]:
             shared.shadow.taken_by_engine(granules, machine.clocks)
@@ -287,14 +287,19 @@ class Engine:
 
         self._stores.append(Store(lane, int(self.committed[lane]), granules, write))
 
-    def _lend(self, source: int, nbytes: int, lanes: Ints) -> tuple[int, Ints]:
+    def _lend(
+        self, source: int, nbytes: int, lanes: Ints, *, noted: bool = True
+    ) -> tuple[int, Ints]:
         """Check bytes of shared memory and lend them to a copy; return their offset and granules.
+
+        `noted`: the copy is in a group of the lane, which therefore counts as their reader.
         """
         machine, shared = self._machine, self._machine.shared
         first = shared.offset(np.array([source]), 16, lanes)
         shared.offset(np.array([source + nbytes - 16]), 16, lanes)
         granules, owners = shared.granules(first, nbytes, lanes)
-        shared.shadow.before_read(granules, owners, machine.clocks, machine.report)
+        check = shared.shadow.before_read if noted else shared.shadow.before_engine_reads
+        check(granules, owners, machine.clocks, machine.report)
         shared.shadow.before_proxy(granules, owners, machine.clocks, machine.report)
         shared.shadow.lend(granules)
         machine.traffic["shared", "load"] += nbytes

@@ -69,6 +69,8 @@ class Clusters:
         self._heard: dict[int, dict[int, Times]] = {}  # by block: views of the other blocks
         self._waiting: dict[int, Bools] = {}  # by place
         self._reads: list[FarRead] = []
+        steps = machine.program.steps if self.blocks > 1 else ()
+        machine.shared.shadow.others_write = any(map(_copies_to_others, steps))
 
     # ---- the barrier
 
@@ -260,6 +262,12 @@ class Clusters:
             f"{machine.first_block + block} warp {thread // WARP} lane {thread % WARP}"
         )
         machine.report("race", message, lanes, late)
+
+
+def _copies_to_others(step: Step) -> bool:
+    """Return whether an instruction lets the copy engine write to another block."""
+    kind = step.instruction.modifiers
+    return "multicast::cluster" in kind or kind[2:4] == ("shared::cluster", "shared::cta")
 
 
 # ---- instructions --------------------------------------------------------------------------------

@@ -121,6 +121,8 @@ class Shadow:
         self._last_read = 0  # of those in `read`
         self._last_write = 0
         self._engine_writes = False
+        #: Whether copies of other blocks may come here, which no barrier of this block orders.
+        self.others_write = False
         #: Told of every write, granules and lanes, while others than `readers` have read.
         self.before_any_write: Callable[[Ints, Ints], None] | None = None
 
@@ -210,7 +212,8 @@ class Shadow:
         stay in the log: in most kernels all threads synchronise before such a write, so these reads
         need not be entered.
         """
-        recent = [one for one in self._recent if one.time > clocks.oldest]
+        oldest = 0 if self.others_write else clocks.oldest
+        recent = [one for one in self._recent if one.time > oldest]
         self._recent, self._recent_granules = [], 0
         if not recent:
             return
@@ -340,6 +343,15 @@ class Shadow:
                 self.reads[warp, granules, of_warp] = clocks.now
             else:
                 self.first_reads[warp][granules] = clocks.now
+
+    def before_engine_reads(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report
+    ) -> None:
+        """Check that the copy engine may read `granules` on behalf of `lanes`, which read nothing
+        themselves."""
+        self._check_flights(granules, lanes, report, "read")
+        self.check_written(granules, lanes, report)
+        self._check_writer(granules, lanes, self.written[granules], clocks, report, "read")
 
     def taken_by_engine(self, granules: Ints, clocks: Clocks) -> None:
         """Record that the copy engine has read `granules` that were lent, and an mbarrier tells."""
