@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,11 @@ from tests.backward.backward_cases import (
     HOPPER_FORMS,
     BackwardRun,
     interpreted_as,
-    pairs_taken,
     received,
     revealing_of,
     run_backward,
     run_packed_backward,
+    taken_from,
 )
 from tests.faults.fault_patches import FOLDER, Fault, parse
 from tests.interpret.test_interpret_faults import check_noticed
@@ -73,5 +72,5 @@ def test_a_mistake_is_noticed(
 ) -> None:
     folder = fault.plant(tmp_path)
     monkeypatch.setattr(compiler, "KERNELS", folder)
-    with pairs_taken() if "_pair" in fault.hunks[0].file else nullcontext():
+    with taken_from(fault.hunks[0].file):
         check_noticed(interpreted(fault, form), fault, folder)
