@@ -269,7 +269,8 @@ extern "C" __global__ __cluster_dims__(PAIR)
     return query_sums(call, grad, batch, steps.head, steps.q0(), box);
   };
   // S6 store
-  const auto store = [&](void* gradient, const Strides& stride, const auto& acc, float scale) {
+  const auto store = [&](void* gradient, const Strides& stride, const float (&acc)[COLS / 2],
+                         float scale) {
     elem_t* rows = static_cast<elem_t*>(gradient)  // [len_kv, HEAD_DIM]
                    + batch * stride.batch + head_kv * stride.head;
     store_gradient(rows, stride.len, key, p.len_kv, 0, acc, scale);  // R12
