@@ -1,10 +1,13 @@
 """Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
 
 An address in the shared memory of a cluster is an address of a block's shared memory, with the rank
-of the block, counted from 1, in higher bits. Rank 0 means the lane's block. Only the barrier orders
-blocks. If a lane releases when it arrives, all accesses ordered before the arrival come before
-those that follow a wait for that phase. These include accesses of other threads, ordered by
-barriers of their blocks.
+of the block, counted from 1, in higher bits. Rank 0 means the lane's block. The barrier orders
+blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
+engine writes there.
+
+A lane may release when it arrives at the barrier. Then all accesses ordered before its arrival
+come before the accesses behind a wait for that phase. These include accesses of other threads,
+ordered by barriers of their blocks.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 #: log2 of the distance between the ranks of an address; shared memory is smaller.
 RANK_BITS = 24
+#: The bits of an address below its rank.
+WITHIN = (1 << RANK_BITS) - 1
 
 
 @dataclass
@@ -61,8 +66,11 @@ class Clusters:
         self._released = np.zeros((2, size), np.int32)
         self._views: dict[int, Times] = {}  # by block: joined views of this phase
         self._seen: dict[int, Times] = {}  # the same of the last phase
+        self._heard: dict[int, dict[int, Times]] = {}  # by block: views of the other blocks
         self._waiting: dict[int, Bools] = {}  # by place
         self._reads: list[FarRead] = []
+        steps = machine.program.steps if self.blocks > 1 else ()
+        machine.shared.shadow.others_write = any(map(_copies_to_others, steps))
 
     # ---- the barrier
 
@@ -95,9 +103,11 @@ class Clusters:
         through, late = index[done], index[~done]
         self._waits[through] += 1
         for block in np.unique(through // machine.threads).tolist():
+            some = through[through // machine.threads == block]
             if block in self._seen:
-                some = through[through // machine.threads == block]
                 machine.clocks.acquire(some, self._seen[block])
+            if block in self._heard:
+                machine.clocks.between.tell(machine.clocks, some, self._heard[block])
         if len(through):
             machine.go(machine.place + 1, self._mask(through))
         if len(late):
@@ -116,9 +126,16 @@ class Clusters:
             some = slice(cluster * self._lanes, (cluster + 1) * self._lanes)
             self._released[1, some] = self._released[0, some]
             self._released[0, some] = self._time[some]
-            for block in range(cluster * self.blocks, (cluster + 1) * self.blocks):
-                if block in self._views:
-                    self._seen[block] = self._views.pop(block)
+            blocks = range(cluster * self.blocks, (cluster + 1) * self.blocks)
+            views = {block: self._views.pop(block) for block in blocks if block in self._views}
+            engine = max((view[-1] for view in views.values()), default=0)
+            first = machine.clocks.first // machine.threads
+            for block, view in views.items():
+                self._seen[block] = view.copy()
+                self._seen[block][-1] = engine
+            for block in blocks:
+                others = {first + n: view[:-1] for n, view in views.items() if n != block}
+                self._heard[block] = others
         self._phase[complete] += 1
         self._reads = [kept for read in self._reads for kept in self._recent(read)]
         freed = np.isin(machine.lane // self._lanes, complete)
@@ -159,9 +176,8 @@ class Clusters:
     ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         machine, shared = self._machine, self._machine.shared
-        block, rank = lanes // machine.threads, address >> RANK_BITS
-        owner = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
-        within = address & ((1 << RANK_BITS) - 1)
+        block, owner = lanes // machine.threads, self.owners(address, lanes)
+        within = address & WITHIN
         if (owner == block).all():
             return shared.load(within, unit, count, lanes, strong)
         values = np.empty((count, len(lanes)), f"u{unit}")
@@ -169,11 +185,7 @@ class Clusters:
         if len(own):
             values[:, own] = shared.load(within[own], unit, count, lanes[own], strong)
         some, width = lanes[far], unit * count
-        offset = shared.offset(within[far], width, some) + (owner - block)[far] * shared.stride
-        gone = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))[owner[far]]
-        if gone.any():
-            message = "shared memory of another block is read, and that block has ended"
-            machine.report("race", message, some, gone, within[far])
+        offset = self.offset(address[far], width, some)
         size = shared.granule_bytes
         granules, who = spread(offset // size, some, max(width // size, 1))
         shared.shadow.before_far_read(
@@ -183,6 +195,25 @@ class Clusters:
         shared.shadow.before_any_write = self._before_write
         values[:, far] = gather(shared.data, offset, unit, count)
         return values
+
+    def owners(self, address: Ints, lanes: Ints) -> Ints:
+        """Return the blocks of the batch whose shared memory the addresses of `lanes` name."""
+        block, rank = lanes // self._machine.threads, address >> RANK_BITS
+        named: Ints = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
+        return named
+
+    def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
+        """Return offsets into the memory of all blocks, whose block must not have ended."""
+        machine, shared = self._machine, self._machine.shared
+        own, owner = lanes // machine.threads, self.owners(address, lanes)
+        within = address & WITHIN
+        offset = shared.offset(within, width, lanes) + (owner - own) * shared.stride
+        if (owner != own).any():
+            ended = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))
+            if (gone := ended[owner]).any():
+                message = "shared memory of another block is accessed, and that block has ended"
+                machine.report("race", message, lanes, gone, within)
+        return offset
 
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
         """Not known: no kernel stores there."""
@@ -233,6 +264,12 @@ class Clusters:
         machine.report("race", message, lanes, late)
 
 
+def _copies_to_others(step: Step) -> bool:
+    """Return whether an instruction lets the copy engine write to another block."""
+    kind = step.instruction.modifiers
+    return "multicast::cluster" in kind or kind[2:4] == ("shared::cluster", "shared::cta")
+
+
 # ---- instructions --------------------------------------------------------------------------------
 
 
@@ -270,7 +307,7 @@ def map_address(inst: Instruction) -> Execute | None:
         if outside.any():
             message = f"a rank outside the cluster, which has {machine.clusters.blocks} blocks"
             machine.report("out of bounds", message, lanes.index, outside)
-        within = address(machine) & ((1 << RANK_BITS) - 1)
+        within = address(machine) & WITHIN
         write(machine, (within | (ranks + 1) << RANK_BITS).astype(np.uint32), lanes)
 
     return execute

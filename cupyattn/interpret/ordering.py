@@ -106,6 +106,11 @@ class Clocks:
         view[row, thread] = self.now
         return view
 
+    def saw_engine(self, lanes: Ints) -> Times:
+        """Return the time up to which each of `lanes` comes after the copy engine."""
+        seen: Times = self._seen[lanes, self.threads]
+        return seen
+
     def meet_blocks(self, blocks: Ints) -> None:
         """All threads of each of `blocks` (numbered through the batch) have met."""
         self.floor.reshape(-1, self.threads)[blocks] = self.now
@@ -161,7 +166,8 @@ class BetweenBlocks:
     """The counters of a launch, and the knowledge that threads acquired from them."""
 
     def __init__(self) -> None:
-        self._at: dict[int, Known] = {}  # by address
+        self._at: dict[int, Known] = {}  # by address, or by a negative number that is none
+        self._counters = False  # whether any is an address
         self._heard: dict[int, dict[int, _Heard]] = {}  # by block, by thread of it
         # By block and thread: the knowledge at its last fence, and that of values read since.
         self._fenced: dict[tuple[int, int], Known] = {}
@@ -170,7 +176,7 @@ class BetweenBlocks:
     @property
     def in_use(self) -> bool:
         """Whether there has been a fence or a release, so that relaxed accesses may order."""
-        return bool(self._fenced or self._at)
+        return bool(self._fenced) or self._counters
 
     def fence(self, clocks: Clocks, lanes: Ints) -> None:
         """Order `lanes` after what they read, and what they write after what they know now."""
@@ -192,8 +198,14 @@ class BetweenBlocks:
 
     def release(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
         """Publish at `addresses` the accesses ordered before `lanes`."""
+        self._counters |= bool((addresses >= 0).any())
         for known, address in zip(self._known(clocks, lanes), addresses.tolist(), strict=True):
             self._at[address] = _joined(self._at.get(address, {}), known)
+
+    def tell(self, clocks: Clocks, lanes: Ints, known: Known) -> None:
+        """Order `lanes` after accesses of other blocks, by the barrier of their cluster."""
+        if known:
+            self._learn(clocks, dict.fromkeys(lanes.tolist(), known))
 
     def acquire(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
         """Order `lanes` after the accesses published at `addresses`."""
@@ -243,12 +255,23 @@ class BetweenBlocks:
             if block not in self._heard:
                 continue
             rows = np.flatnonzero(lanes == lane)
-            known = self._come_to(block, clocks.views(np.array([lane]))[0, : clocks.threads])
+            known = self._known_by(clocks, lane)
             for other in np.unique(blocks[rows]).tolist():
                 if (seen := known.get(other)) is not None:
                     some = rows[blocks[rows] == other]
                     before[some] = times[some] <= seen[threads[some]]
         return before
+
+    def view(self, clocks: Clocks, lane: int, block: int) -> Times:
+        """Return the times up to which a lane comes after the threads of another block of its
+        batch."""
+        known = self._known_by(clocks, lane)
+        nothing = np.zeros(clocks.threads, np.int32)
+        return known.get(block + clocks.first // clocks.threads, nothing)
+
+    def _known_by(self, clocks: Clocks, lane: int) -> Known:
+        views = clocks.views(np.array([lane]))
+        return self._come_to(self._block(clocks, lane), views[0, : clocks.threads])
 
     def _thread(self, clocks: Clocks, lane: int) -> tuple[int, int]:
         return self._block(clocks, lane), lane % clocks.threads

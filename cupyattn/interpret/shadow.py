@@ -101,6 +101,8 @@ class Shadow:
         self.first_reads = np.zeros((readers // WARP, granules), np.int32)
         self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
         self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
+        # Time of the last read by the copy engine, which only an mbarrier tells the end of.
+        self._taken: Times | None = None
         # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
         # where one has: the time of the fence, and whose it was.
         self.hidden = np.zeros(granules, np.bool_)
@@ -119,6 +121,8 @@ class Shadow:
         self._last_read = 0  # of those in `read`
         self._last_write = 0
         self._engine_writes = False
+        #: Whether copies of other blocks may come here, which no barrier of this block orders.
+        self.others_write = False
         #: Told of every write, granules and lanes, while others than `readers` have read.
         self.before_any_write: Callable[[Ints, Ints], None] | None = None
 
@@ -208,7 +212,8 @@ class Shadow:
         stay in the log: in most kernels all threads synchronise before such a write, so these reads
         need not be entered.
         """
-        recent = [one for one in self._recent if one.time > clocks.oldest]
+        oldest = 0 if self.others_write else clocks.oldest
+        recent = [one for one in self._recent if one.time > oldest]
         self._recent, self._recent_granules = [], 0
         if not recent:
             return
@@ -243,16 +248,26 @@ class Shadow:
             reads[place] = np.maximum(reads[place], one.time)
 
     def before_write(
-        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
-    ) -> None:
-        """Check that `lanes` may write `granules`."""
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False,
+        block: int | None = None,
+    ) -> None:  # fmt: skip
+        """Check that `lanes` may write `granules`, of another `block` of the batch if it is given.
+        """
         self._check_flights(granules, lanes, report, "written")
         if self.before_any_write is not None:
             self.before_any_write(granules, lanes)
         if self._loans and (lent := self.lent[granules] > 0).any():
             message = f"{self.name} is written while an asynchronous operation still reads it"
             report("in flight", message, lanes, lent, self._address(granules))
-        oldest = clocks.oldest if self.readers else 0
+        if self._taken is not None:
+            late = self._taken[granules] > clocks.saw_engine(lanes)
+            if late.any():
+                message = (
+                    f"{self.name} is written, and nothing orders that after the copy engine read it"
+                )
+                report("race", message, lanes, late, self._address(granules))
+        own = self.readers > 0 and block is None
+        oldest = clocks.oldest if own else 0
         if self._strong and not atomic:
             self._enter_strong_reads(clocks)
         if self._last_write > oldest or self._engine_writes:
@@ -263,9 +278,9 @@ class Shadow:
         if self._recent:
             self._enter_reads(clocks, granules)
         if self._last_read > oldest:
-            late = self.read[granules] > (clocks.floor[lanes] if self.readers else 0)
+            late = self.read[granules] > (clocks.floor[lanes] if own else 0)
             if late.any():
-                self._check_readers(granules[late], lanes[late], clocks, report)
+                self._check_readers(granules[late], lanes[late], clocks, report, block)
 
     def wrote(
         self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False,
@@ -328,6 +343,23 @@ class Shadow:
                 self.reads[warp, granules, of_warp] = clocks.now
             else:
                 self.first_reads[warp][granules] = clocks.now
+
+    def before_engine_reads(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report
+    ) -> None:
+        """Check that the copy engine may read `granules` on behalf of `lanes`, which read nothing
+        themselves."""
+        self._check_flights(granules, lanes, report, "read")
+        self.check_written(granules, lanes, report)
+        self._check_writer(granules, lanes, self.written[granules], clocks, report, "read")
+
+    def taken_by_engine(self, granules: Ints, clocks: Clocks) -> None:
+        """Record that the copy engine has read `granules` that were lent, and an mbarrier tells."""
+        self.lent[granules] -= 1
+        self._loans -= len(granules)
+        if self._taken is None:
+            self._taken = np.zeros(len(self.lent), np.int32)
+        self._taken[granules] = clocks.now
 
     def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
         """Make accesses before `lanes`, of the block of `granules`, visible to the proxy."""
@@ -403,13 +435,19 @@ class Shadow:
             message = f"{self.name} is {verb}, and nothing orders that after the write by {other}"
             report("race", message, lanes, late, self._address(granules))
 
-    def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+    def _check_readers(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, block: int | None
+    ) -> None:
         """Find a read of `granules` that is not ordered before `lanes` now."""
         if self.readers:
             for part in range(0, len(lanes), 1024):
                 some, who = granules[part : part + 1024], lanes[part : part + 1024]
                 writers, of_row = np.unique(who, return_inverse=True)
-                view = clocks.views(writers)[:, : clocks.threads]
+                if block is None:
+                    view = clocks.views(writers)[:, : clocks.threads]
+                else:
+                    known = [clocks.between.view(clocks, x, block) for x in writers.tolist()]
+                    view = np.stack(known)
                 if len(writers) > 1:
                     view = view[of_row]
                 view = view.reshape(len(view), -1, WARP).swapaxes(0, 1)
@@ -418,7 +456,8 @@ class Shadow:
                 if unordered.any():
                     by_thread = unordered.swapaxes(0, 1).reshape(len(some), -1)
                     row, thread = (int(x[0]) for x in by_thread.nonzero())
-                    reader = int(who[row]) // clocks.threads * clocks.threads + thread
+                    owner = int(who[row]) // clocks.threads if block is None else block
+                    reader = owner * clocks.threads + thread
                     self._report_reader(row, reader, some, who, clocks, report)
             return
         order = np.argsort(granules, kind="stable")

@@ -216,17 +216,6 @@ __device__ __forceinline__ void weights(
   }
 }
 
-// P of the rows from `factors` on, some of them coarse, from the results of `weights`.
-__device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
-  using Pair = Vec<float, 2>;
-#pragma unroll
-  for (int n = 0; n < BLOCK_Q / 8; ++n) {
-    const Pair factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + lane_id() % 4 * 2]);
-#pragma unroll
-    for (int i = 4 * n; i < 4 * n + 4; ++i) S_acc[i] = normalised(S_acc[i], factor.v[i % 2]);  // R9
-  }
-}
-
 // P and dS in 16 bits, two neighbouring query rows in a register: the left operands of dV and dK.
 __device__ __forceinline__ void slopes(
     const float (&P_acc)[BLOCK_Q / 2], const float (&dP_acc)[BLOCK_Q / 2],
