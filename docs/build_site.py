@@ -2,8 +2,8 @@
 
     python -m docs.build_site [FOLDER]
 
-The pages read as plain Markdown, too. Sphinx is given a copy of them in which a link to a file
-outside of docs/ is the name of that file, since the site has no such page.
+The pages read as plain Markdown, too. Sphinx gets a copy of them. There, a link to a file outside
+of docs/ becomes the name of that file, since the site has no such page.
 """
 
 from __future__ import annotations

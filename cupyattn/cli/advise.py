@@ -2,7 +2,7 @@
 
 MODEL_OR_CONFIG is the folder or file of a transformer, of which only the header is read, or a
 config.json of diffusers, which pipe.transformer.save_config(FOLDER) writes. The rates were fitted
-to compiled whole models and give the time of the device.
+to compiled whole models and predict device time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("model", metavar="MODEL_OR_CONFIG", type=Path)
     parser.add_argument("--tokens", type=int, required=True, metavar="N",
-                        help="patches of the picture or video: 4096 of 1024 x 1024")  # fmt: skip
+                        help="patches of the picture or video: 4096 for 1024 x 1024")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512, metavar="N",
                         help="tokens of the prompt (512)")  # fmt: skip
     devices = tuple(advice.stored_rates())
@@ -133,7 +133,7 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
 
 
 def _made(config: dict[str, Any], file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model of diffusers, made without memory by its configuration."""
+    """Return the shapes of a model of diffusers, made from its configuration without memory."""
     try:
         import diffusers
         import torch

@@ -92,9 +92,9 @@ FP8_LEAST_NORMAL = 2.0**-6
 
 @dataclass(frozen=True)
 class Foreign:
-    """The roundings of another library's kernel, as far as its documentation names them.
+    """The documented roundings of another library's kernel.
 
-    `cupyattn.testing.numerics` creates this record and says what it covers.
+    `cupyattn.testing.numerics` creates this record and describes its scope.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ class Scores:
     exponent_factor: np.float32  # times S gives log2 units
     subtracts_first: bool
     scoring: Scoring
-    unit: float = 0.0  # of natural scores in those of S, where softcap and bias know no other
+    unit: float = 0.0  # of S per natural score, the unit of softcap and bias
     listed_rows: int = 0  # of a tile that takes the steps in which the mask admits a key; 0: all
 
     @property

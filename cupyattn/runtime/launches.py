@@ -26,7 +26,7 @@ _MAX_ENCODED = 4096
 class ReadyLaunch:
     """One launch on one device: compiled, loaded, its parameters laid out but for addresses.
 
-    ``buffers`` names what it needs the addresses of, in the order in which it takes them.
+    ``buffers`` names the arrays whose addresses the kernel needs, in the kernel's order.
 
     Parameters
     ----------

@@ -454,7 +454,7 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "[sensitivity.json](../experiments/results/sensitivity.json): "
         f"{plots.source(record)}.",
         "",
-        "`cupyattn.testing.judge` compares an output with its derived bound. "
+        "`cupyattn.testing.judge` compares an output with its derived bound. For this page, "
         f"{trials:,} right outputs of {len(record['found'])} kernel forms were judged, "
         f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
         "",
@@ -487,8 +487,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "Here the fault is in the kernel itself, compiled from sources that a "
         "[patch](../experiments/accuracy/planted) changed. There is one patch for each kind, and "
         "it fits the forms that it names; other cells are empty. A trial in which the largest "
-        "fault changes no bit does not count. Sizes are powers of ten, and "
-        f"there are {_trials(planted)} trials of a form, each of a call of {_shape(planted)}.",
+        "fault changes no bit does not count. Sizes are powers of ten. "
+        f"There are {_trials(planted)} trials of a form, each of a call of {_shape(planted)}.",
     ]
     for kind, title in KINDS:
         lines += ["", f"### {title}", "", *recording.markdown(*table(planted, kind))]

@@ -179,7 +179,7 @@ def test_layers_in_16_bits_are_dequantised_only(tmp_path: Path) -> None:
 
     w = np.random.default_rng(0).standard_normal((8, 256))
     path = write(tmp_path / "m.safetensors", layer("0", w, 256, full_precision_matrix_mult=True))
-    with pytest.raises(UnsupportedError, match="'0.weight' are to have 16 bits"):
+    with pytest.raises(UnsupportedError, match="'0.weight' must have 16 bits"):
         load_int8(torch.nn.Sequential(torch.nn.Linear(256, 8, bias=False)), path)
     arrays = layer("0", w, 256)
     arrays["0.weight"][:] = -128

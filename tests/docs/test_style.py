@@ -47,6 +47,8 @@ LONG = " ".join(["word"] * 26)
         ("a.py", f"x = 1  # {LONG[:60]}\ny = 1  # {LONG[:75]}\n", {}),
         ("a.py", f"x = 1  # {LONG[:60]}\n# {LONG[:75]}\n", {"long sentences": 1}),
         ("a.py", f'"""Sum:\n\n.. math:: {LONG}\n"""\n', {}),
+        ("a.py", f'"""Sum::\n\n    {LONG}\n\nEnd.\n"""\n', {}),
+        ("a.py", f'"""Sum::\n\n{LONG}\n"""\n', {"long sentences": 1}),
         ("a.py", f'"""It.\n\nVaries  {LONG[:60]};\n  {LONG[:75]}\nRun  {LONG}\n"""\n', {}),
         ("a.py", f'"""It.\n\nVaries  it\nBeside  {LONG}; it\n"""\n', {"long sentences": 1}),
         ("a.py", 'x = "nobody anew"\n', {}),

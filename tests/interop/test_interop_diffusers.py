@@ -418,7 +418,7 @@ def test_a_timestep_that_only_a_device_knows_is_not_waited_for() -> None:
         model(x, timestep=int(scheduler.timesteps[2]))
     (layer,) = handle.report().layers
     assert layer.native == {
-        "the timestep lies on the device alone, the noise level is not known": 1
+        "the timestep is only on the device, so the noise level is unknown": 1
     }
     assert layer.modes == {"aggressive": 1, "balanced": 1}
 

@@ -196,9 +196,9 @@ def test_the_operator_is_what_it_says() -> None:
 
 def test_a_graph_outlives_no_module() -> None:
     q, k, v = tensors(inputs())
-    with pytest.raises(RuntimeError, match="the Int8Attention of this graph is no more"):
+    with pytest.raises(RuntimeError, match="the Int8Attention of this graph no longer exists"):
         torch.ops.cupyattn.int8_attention(q, k, v, None, None, None, 3, None, False, False, -1)
-    with pytest.raises(RuntimeError, match="the block mask of this graph is no more"):
+    with pytest.raises(RuntimeError, match="the block mask of this graph no longer exists"):
         torch.ops.cupyattn.attention(q, k, v, *[None] * 8, None, 0, False, "block_mask=-1")
 
 
