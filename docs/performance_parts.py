@@ -94,7 +94,7 @@ def shapes(diffusion_shapes: Record) -> list[str]:
 
 
 def rungs(ladder: Record) -> list[str]:
-    """What each rung is worth, by head_dim."""
+    """Gain of each rung, by head_dim."""
     lines = []
     for found in ladder["problems"]:
         problem = found["problem"]
@@ -195,7 +195,7 @@ def critical_path(record: Record) -> list[str]:
 
 
 def footprint(record: Record) -> list[str]:
-    """What a call takes of the memory pool beside what its plan states."""
+    """Memory that a call takes from the pool, beside the memory that its plan states."""
     lines = [
         "Bytes that the memory pool grows by over one call, O among them, beside what",
         "`cupyattn.plan` states beforehand: workspace and O. A pool that still holds free memory",
@@ -280,7 +280,7 @@ def bank_conflicts(record: Record) -> list[str]:
 
 
 def busy_pipes(record: Record) -> list[str]:
-    """Which units of a multiprocessor are busiest."""
+    """Use of the units of a multiprocessor."""
     (found,) = record["problems"]
     metrics = [
         metric for metric in counters.BUSY
@@ -374,7 +374,7 @@ def long_sequences(record: Record) -> list[str]:
 
 
 def diffusion(gains: Record) -> list[str]:
-    """What the ways of diffusion win over the plain call, a line for each way and mode."""
+    """Gain of the ways of diffusion over the plain call, a line for each way and mode."""
     ways: dict[tuple[str, ...], list[float]] = {}
     for row in gains["rows"]:
         if "speed_ratio" in row:
@@ -449,7 +449,7 @@ def tried() -> list[str]:
 
 
 def features(feature_costs: Record) -> list[str]:
-    """Where the cost of every feature stands."""
+    """Link to the cost of every feature."""
     features = {row["feature"] for found in feature_costs["problems"] for row in found["rows"]}
     return [
         f"[FEATURES.md](FEATURES.md) has the time of each of {len(features)} features on each rung,"
@@ -458,7 +458,7 @@ def features(feature_costs: Record) -> list[str]:
 
 
 def quality(dit_quality: Record, dit_memory: Record) -> list[str]:
-    """What INT8 attention does to images."""
+    """Effect of INT8 attention on images."""
     table = [
         [
             row["mode"],

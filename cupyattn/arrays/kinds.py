@@ -1,4 +1,4 @@
-"""Which library an array belongs to, and the types that arrays are stored in."""
+"""Find the library of an array, and the storage types of arrays."""
 
 from __future__ import annotations
 

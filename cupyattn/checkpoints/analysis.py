@@ -58,7 +58,7 @@ class TensorReport:
     name, dtype, shape, role
         `dtype` by its name in safetensors files; `role` as of `role_of`.
     sha256 : str
-        Of its bytes.
+        Hash of its bytes.
     nonfinite : int
         Elements that are NaN or infinite.
     largest : float

@@ -30,7 +30,7 @@ LIMIT, ROTATED_LIMIT = 1.15, 1.3
 
 @dataclass(frozen=True)
 class Way:
-    """How the weight of a layer becomes codes: arguments of `Int8Linear.from_weight`."""
+    """Choices for the codes of a layer's weight, as arguments of `Int8Linear.from_weight`."""
 
     strategy: str
     rotate: str | None = None
@@ -46,7 +46,7 @@ class Choice:
     Parameters
     ----------
     strategy : {"block", "channel"}
-        Of a model whose layers all have one; channels, rotated or not, if no layer needs blocks.
+        The common strategy of a model: channels, rotated or not, if no layer needs blocks.
     why : str
     layers : mapping of str to Way
         What layers get whose activations were looked at.
@@ -85,7 +85,7 @@ def choose(
     widths : iterable of int
         Channels that its linear layers take.
     errors : mapping of str to Errors, optional
-        Of layers whose activations are known.
+        Errors of layers whose activations are known.
     rotate : {"auto", None, "hadamard"}
         As for `Int8Config`.
 

@@ -111,7 +111,7 @@ def our_codes(codes: Array) -> Array:
     Parameters
     ----------
     codes : array, (out, in), int8
-        Of a weight in groups of neighbours.
+        Codes of a weight that was rotated in groups of neighbouring channels.
 
     Returns
     -------

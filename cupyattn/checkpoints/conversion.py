@@ -123,7 +123,7 @@ def convert(
     config : Int8Config, optional
         That of the analysis when omitted.
     analysis : Analysis, optional
-        Of the same model; made first when omitted.
+        Analysis of the same model; made first when omitted.
     export : {"compressed-tensors", "deepseek"}
         Whose names: scales are ``weight_scale`` or ``weight_scale_inv``. Convolutions get 16 bits.
     max_shard_bytes : int

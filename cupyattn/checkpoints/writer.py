@@ -61,7 +61,7 @@ class Item:
 
 
 class Work(Protocol):
-    """How tensors are made, and judged once they are on the disk."""
+    """Makes tensors, and judges them once they are on the disk."""
 
     def make(self, item: Item) -> dict[str, Array]:
         """Return the outputs of an item."""

@@ -1,4 +1,4 @@
-"""What the compiler makes, and how the cache on disk keeps it."""
+"""The compiler's output, and its format in the cache on disk."""
 
 from __future__ import annotations
 

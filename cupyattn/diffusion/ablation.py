@@ -46,7 +46,7 @@ class Choice:
     variant : str
         The rung.
     quant : QuantConfig or None
-        Of `fa_int8`.
+        Configuration of `fa_int8`.
     """
 
     name: str

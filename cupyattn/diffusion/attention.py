@@ -56,7 +56,7 @@ class Int8Attention:
     Parameters
     ----------
     num_heads, head_dim : int
-        Of the queries; keys and values may have fewer heads, a divisor of `num_heads`.
+        Heads of the queries and their size; k and v may have a divisor of `num_heads`.
     num_timesteps : int
         Entries of the schedule.
     use_adaptive_scaling : bool, optional
@@ -287,7 +287,7 @@ class Int8Attention:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How many calls fell back to 16 bits, by reason."""
+        """Number of calls that fell back to 16 bits, by reason."""
         with self._lock:
             return dict(self._fallbacks)
 
@@ -559,9 +559,9 @@ class Int8Attention:
         Parameters
         ----------
         mode : str
-            Of `cupyattn.diffusion.MODES`.
+            One of `cupyattn.diffusion.MODES`.
         step : Step
-            Of `step`.
+            Result of `step`.
         run : callable
             Is given `variant`, `quant`, `tiles`, `scale`, `backend` and `arch` of
             `cupyattn.attention`, as named arguments, and raises UnsupportedError as that does.

@@ -67,7 +67,7 @@ def calibrate(
     Parameters
     ----------
     recording : Recording or path
-        Of `cupyattn.interop.torch.record`, or its file.
+        Result of `cupyattn.interop.torch.record`, or its file.
     percentile, **options
         As for `calibrate_quantization_scales`: of, num_bins and smooth_k. The recorded schedule
         gives the bins.

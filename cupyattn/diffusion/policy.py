@@ -1,4 +1,4 @@
-"""Which arithmetic attention takes at which timestep: three modes, and what chooses among them."""
+"""Choose the arithmetic of attention at each timestep: three modes, and the policies."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TablePolicy:
     Parameters
     ----------
     modes : tuple of str
-        Of `MODES`, one for each timestep.
+        Names in `MODES`, one for each timestep.
 
     Examples
     --------

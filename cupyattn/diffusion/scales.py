@@ -1,4 +1,4 @@
-"""Which scales INT8 attention takes at which step: every call's own, or static ones by timestep."""
+"""Choose the scales of INT8 attention at each step: dynamic, or static by timestep."""
 
 from __future__ import annotations
 

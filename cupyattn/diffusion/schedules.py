@@ -266,7 +266,7 @@ class SnrBins:
 
     @property
     def count(self) -> int:
-        """How many bins there are."""
+        """Number of bins."""
         return len(self.edges) + 1
 
     def index(self, sigmas: npt.ArrayLike) -> npt.NDArray[np.int64]:

@@ -138,7 +138,7 @@ class Int8AttentionSettings:
         Parameters
         ----------
         q, k : array
-            Of the call; heads of several `branches` are stacked in q.
+            Operands of the call; heads of several `branches` are stacked in q.
         branches : {1, 2}
         """
         if self.attention_type == "dense":

@@ -90,7 +90,7 @@ class VideoMask:
         Returns
         -------
         BlockMask
-            Of (batch, heads) where ``mass > 0``, otherwise one for all.
+            One mask for each (batch, head) if ``mass > 0``, otherwise one for all.
 
         Raises
         ------

@@ -348,7 +348,7 @@ def resolve_sharded(
 
 
 class _Coding(NamedTuple):
-    """How ``fa_int8`` quantises on a rank, and the tiles whose sizes granularity "block" takes."""
+    """Quantisation by ``fa_int8`` on a rank, and the tiles for granularity "block"."""
 
     quant: QuantConfig
     scale_tiles: Tiles

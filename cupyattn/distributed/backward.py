@@ -205,7 +205,7 @@ def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> list[Any]:
 
 
 class _How(NamedTuple):
-    """How a rank computes gradients.
+    """Computes the gradients of one rank.
 
     Parameters
     ----------

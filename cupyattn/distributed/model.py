@@ -108,7 +108,7 @@ class Costs:
     ----------
     mesh : Mesh
     operations : float
-        Of both products.
+        Operations of both products.
     compute : float
         Seconds of these.
     heads_bytes, ring_bytes : int

@@ -259,13 +259,13 @@ class TcpStore(Mailbox):
     ----------
     rank : int
     address : (str, int)
-        Of the server.
+        Address of the server.
     timeout : float
         Seconds that the server may take to be there, and the others to leave it.
     server : TcpServer, optional
         That of this process: it stays until all ranks have left.
     secret : bytes or Handover
-        Of the group, or where rank 0 leaves it.
+        Secret of the group, or the place where rank 0 leaves it.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How far gradients of another library may be from the exact ones, by its stated roundings.
+"""Bound the errors of another library's gradients, by its stated roundings.
 
 Nothing here knows its tiles or the order of its operations. P may be kept from the forward pass, or
 made again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas: [L83] to [L85].
@@ -47,7 +47,7 @@ STEP = 16
 
 @dataclass(frozen=True)
 class _Shared:
-    """What the bounds of all blocks share, and the roundings of numbers in other types [L84]."""
+    """Data for the bounds of all blocks, and the roundings of numbers in other types [L84]."""
 
     n: Numerics
     f: Foreign
@@ -65,7 +65,7 @@ class _Shared:
 
     @property
     def least_scaled(self) -> float:
-        """What underflow of dS adds if it is rounded after its multiplication by the scale."""
+        """Contribution of underflow of dS if it is rounded after multiplication by the scale."""
         types = {self.n.p_type, self.f.score_type} - {"float32"}
         return STORES_OF_SCORE * sum(HALF_SUBNORMAL[t] for t in types) / min(self.sigma, 1.0)
 

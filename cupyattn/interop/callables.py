@@ -35,7 +35,7 @@ class Library:
     ----------
     arrays : {"numpy", "cupy", "torch", "jax"}
     layout : {"BHSD", "BSHD"}
-        Of q, k, v and O.
+        Layout of q, k, v and O.
     names : mapping
         Names of its arguments, by the names in `OPTIONS`.
     dtypes : tuple of str

@@ -166,7 +166,7 @@ def is_pipeline(given: Any) -> bool:
 
 #: Reason that torch gives for not compiling a call of a handle.
 NOT_COMPILED = "a handle is no module: give torch.compile handle.target, and call that in functions"
-#: How ``torch.compile`` names a module within the one that it returns.
+#: Name that ``torch.compile`` gives to a module within the returned module.
 COMPILED = "_orig_mod."
 
 

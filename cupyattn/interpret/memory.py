@@ -356,7 +356,7 @@ class SharedMemory:
     ----------
     blocks : int
     nbytes : int
-        Of each block.
+        Bytes of each block.
     granule_bytes : int
         Width of the narrowest access of the kernel to shared memory.
     clocks : Clocks

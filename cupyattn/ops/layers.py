@@ -169,7 +169,7 @@ def interpret_layer(
     codes, scales : numpy.ndarray
         As for `cupyattn.Int8Linear`.
     settings : LayersSettings
-        Of one layer. Without `arch`, the first architecture on which launches overlap.
+        Settings of one layer. Without `arch`, the first architecture on which launches overlap.
     out, **operands
         As for `cupyattn.int8_gemm`.
 

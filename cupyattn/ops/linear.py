@@ -341,7 +341,7 @@ class Int8Linear:
         return as_given(xp.asarray(up))
 
 
-#: What a rotated layer does to its rows before they are quantised.
+#: The step of a rotated layer before its rows are quantised.
 _ROTATION = RowSteps(None, "", "hadamard", EPS, "channel")
 
 
@@ -430,7 +430,7 @@ def quantised_product(
 # ---- checks of shapes and types -----------------------------------------------------------------
 
 
-#: How a layer of a weight is made, for the message of `check_given`.
+#: The call that makes a layer of a weight, for the message of `check_given`.
 FROM_WEIGHT = "from_weight(weight) makes them of an array (out, in)"
 
 

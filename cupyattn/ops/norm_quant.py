@@ -53,7 +53,7 @@ def norm_quant(
         Divide each row by its standard deviation, its mean subtracted before; by its root mean
         square; or by nothing.
     weight, bias : array, (channels,), optional
-        Of the norm; of any type that x may have, both of one.
+        Weight and bias of the norm; both of one type, any that x may have.
     scale, shift : array, (groups, channels), (channels,), (batch, 1, channels) or as x, optional
         Modulation ``y (1 + scale) + shift``. Both have the same type, any that x may have. Each
         group of consecutive rows shares a row of both: groups must divide the rows.

@@ -1,4 +1,4 @@
-"""Which kernels quantise Q, K and V (quantize*.cu), with which blocks: pure data."""
+"""Plan the kernels and blocks that quantise Q, K and V (quantize*.cu): pure data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _AHEAD = 264
 
 @dataclass(frozen=True)
 class Part:
-    """How one operand is quantised.
+    """Quantisation of one operand.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Padded:
-    """Which arrays say how many rows of a padded batch entry count, and how limits follow them.
+    """The arrays with the number of valid rows of padded batch entries, and the limits from them.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ def with_lengths(
     Parameters
     ----------
     call : AttentionSpec
-        Of batch entries that are not packed.
+        Call with batch entries that are not packed.
     len_q, len_kv : int
     causal, causal_align, window
         Options of the call.

@@ -1,4 +1,4 @@
-"""Which rung ``variant="auto"`` takes: the fastest that an accuracy class allows, as measured.
+"""Choose the rung of ``variant="auto"``: the fastest that an accuracy class allows, as measured.
 
 `cupyattn.kernels.measured_times` holds the times, written from committed records by
 ``python -m experiments.tuning.fastest``. If nothing was measured, a rule decides, and `Choice.why`

@@ -1,4 +1,4 @@
-"""Which kernel multiplies INT8 codes: form and tiles, settled here and nowhere else."""
+"""Choose the kernel that multiplies INT8 codes: form and tiles are settled only here."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
     Parameters
     ----------
     rows : int
-        Of the weight, both halves.
+        Rows of the weight, both halves.
     strategy : {"block", "channel"}
     activation : str
 

@@ -26,7 +26,7 @@ BLOCK_SIZE = 128
 #: Groups that share a scale: 128 x 128 elements of a weight and 128 adjacent channels of an
 #: activation's row. Or an output channel of a weight (a row) and a row of activations.
 STRATEGIES = ("block", "channel")
-#: In a configuration: chosen for each model by `cupyattn.checkpoints.choosing`.
+#: The strategy that `cupyattn.checkpoints.choosing` chooses for each model.
 AUTO = "auto"
 #: Number of products of codes along k that int32 sums without overflow: -128 times -128 is 2^14.
 MOST_CHANNEL_CODES = (2**31 - 1) // 2**14

@@ -37,7 +37,7 @@ GRANULARITIES = ("tensor", "head", "block", "thread", "token")
 
 @dataclass(frozen=True, eq=False)
 class QuantConfig:
-    """How the operands of INT8 attention are quantised.
+    """Quantisation of the operands of INT8 attention.
 
     Parameters
     ----------

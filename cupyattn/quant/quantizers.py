@@ -178,7 +178,7 @@ def coding_of_range(
     Returns
     -------
     scale, inverse : array, float32
-        Of a range of 255 steps, with the exceptions of `scale_of_absmax`.
+        Scales of a range of 255 steps, with the exceptions of `scale_of_absmax`.
     zero : array, int32
         -128 to 127: the code of 0. 0 if the group is not finite.
 

@@ -173,7 +173,7 @@ def spread(x: Array) -> Array:
     Returns
     -------
     array or Tensor
-        Of the same shape; a copy, if there are several groups.
+        Same shape; a copy if there are several groups.
 
     Examples
     --------

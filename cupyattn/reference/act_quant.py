@@ -1,4 +1,4 @@
-"""How activations become INT8 codes, with a scale for 128 channels of a row or for all of it."""
+"""Quantise activations to INT8, with a scale for 128 channels of a row or for the whole row."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Scores:
         return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
     def slope(self, kv0: int, kv1: int) -> Float32:
-        """How fast the scores of these keys rise with scale q.k: 1 but for a softcap."""
+        """Slope of these keys' scores with respect to scale q.k: 1 except with a softcap."""
         if not self.scoring.softcap or self.row_factor is None:
             return np.ones(1, np.float32)
         x = self.Q @ self.K[..., kv0:kv1, :].swapaxes(-1, -2) * self.row_factor

@@ -1,4 +1,4 @@
-"""How weights become INT8 codes, a scale for 128 x 128 of them or an output channel, and back."""
+"""Quantise weights to INT8, with scales of 128 x 128 blocks or of output channels, and back."""
 
 from __future__ import annotations
 

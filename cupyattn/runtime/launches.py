@@ -101,7 +101,7 @@ class ReadyLaunch:
         Parameters
         ----------
         addresses : sequence of int
-            Of ``buffers``.
+            Addresses of ``buffers``.
         stream : int
             Handle.
 

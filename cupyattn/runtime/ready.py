@@ -289,7 +289,7 @@ class Ready:
         Parameters
         ----------
         addresses : mapping of str to int
-            Of operands and results.
+            Addresses of operands and results.
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
 

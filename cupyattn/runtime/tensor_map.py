@@ -46,7 +46,7 @@ def encode(
     Parameters
     ----------
     address : int
-        Of its first element, a multiple of 16.
+        Address of its first element, a multiple of 16.
     dtype : {"float16", "bfloat16", "float32", "int8"}
     shape : tuple of int
         Extents, slowest axis first.

@@ -56,7 +56,7 @@ OVERFLOWING = ca.QuantConfig(pv="int8"), ca.QuantConfig(pv="fp8")
 HOPPER = tuple(name for name, rung in RUNGS.items() if rung[1])
 #: Rungs that are called with masks and biases.
 SCORED = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8", *HOPPER)
-#: Of these also with every kind of mask and bias, and of head_dim 128.
+#: Rungs that are also tried with every kind of mask and bias, and with head_dim 128.
 EVERY = ("fa_tc", "fa_int8", "fa_tc, sm90", "fa_int8, sm90")
 
 

@@ -118,7 +118,7 @@ def batches(args: argparse.Namespace) -> Iterator[Batch]:
 
 
 class Record:
-    """What a run has found so far, written after each batch."""
+    """Results of a run so far, written after each batch."""
 
     def __init__(self, args: argparse.Namespace, stored: dict[str, Any] | None) -> None:
         self.args = args

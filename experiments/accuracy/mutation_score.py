@@ -54,7 +54,7 @@ BROKEN = ("ImportError", "ModuleNotFoundError")
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
 FORK = multiprocessing.get_context("fork")
-#: What became of a fault.
+#: Result of a fault.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
@@ -328,7 +328,7 @@ def experiment(args: Any) -> int:
     return 0
 
 
-#: Of the processes that take work in turn: what to do, the items, and what they share.
+#: State of the processes that share work: the function, the items, and shared data.
 _SHARED: list[Any] = []
 
 

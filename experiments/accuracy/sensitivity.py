@@ -253,7 +253,7 @@ def seen_by_size(
 
 @dataclass(frozen=True)
 class Part:
-    """What a process takes at a time: the right output, with faults laid on it, or one patch."""
+    """A unit of work of a process: the right output with faults laid on it, or one patch."""
 
     trial: Trial
     laid: bool
@@ -262,7 +262,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """What a part found: of the right output, where it is judged here, and of its faults.
+    """Results of a part: for the right output, if it is judged here, and for its faults.
 
     `faults` has for each kind how many sizes, from the largest on, are seen in O, and in O or lse.
     """
@@ -332,7 +332,7 @@ def record_name(args: argparse.Namespace) -> str:
 
 
 class Record:
-    """What a run has found so far."""
+    """Results of a run so far."""
 
     def __init__(self, args: argparse.Namespace, stored: Mapping[str, Any] | None) -> None:
         self.args, self.began, self.written = args, time.monotonic(), 0.0

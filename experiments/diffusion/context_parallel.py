@@ -60,7 +60,7 @@ class Way:
     ring: bool
 
 
-#: On one device the first of each policy runs.
+#: Cases; on one device the first of each policy runs.
 WAYS = (
     Way("native, heads", None, False), Way("native, ring", None, True),
     Way("16 bits, heads", "precision", False), Way("16 bits, ring", "precision", True),

@@ -47,7 +47,7 @@ Array = Any
 
 
 class Sampled:
-    """What sampling in one mode gave; a new one is empty.
+    """Results of sampling in one mode; a new record is empty.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ def compared(
     resamples = [np.arange(args.images), *metrics.draws(args.images, DISTANCE_RESAMPLES)]
 
     def distances(images: np.ndarray) -> np.ndarray:
-        """Of all images, and of every resample: the same ones in every mode."""
+        """Distances for all images and for every resample, which are the same in every mode."""
         return to_real(features.features_of(network, images), resamples)
 
     batches = -(-args.images // BATCH)

@@ -86,7 +86,7 @@ HOPPER = Form(ladder.lookup("fa_tc"), "sm_90a")
 
 @dataclass(frozen=True)
 class Candidate:
-    """What takes part: a source, in a folder with all that it includes, and tiles or None."""
+    """A candidate: a source, in a folder with all that it includes, and tiles or None."""
 
     name: str
     source: Path

@@ -48,7 +48,7 @@ def needs_numbers(module: nn.Module, *, of_all: bool = False) -> str:
     module : Module
         A layer with an adapter, or a tuner.
     of_all : bool
-        Of all weights at once.
+        Whether the adapter needs all weights at once.
     """
     kind = _kind(module)
     reasons = _ALL_NUMBERS if of_all else _NUMBERS

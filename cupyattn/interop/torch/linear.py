@@ -144,7 +144,7 @@ class Int8Linear(torch.nn.Linear):
     Parameters
     ----------
     codes : Tensor, (out, in), int8
-        Of W, as `cupyattn.weight_quant` makes them.
+        Codes of W, as `cupyattn.weight_quant` makes them.
     scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1)
         Of blocks, or of channels: then x gets a scale for each row. Of any float type; the layer
         keeps float32.

@@ -46,7 +46,7 @@ def multiply(
         For each layer its weight, the weight's scales, bias, residual and gate; None, or left out
         at the end, where there is no such tensor.
     activations : tuple of str
-        Of each layer; "" for none.
+        Activation of each layer; "" for none.
     arch, backend : str, optional
         As for `Int8Linear`.
     rotate : {None, "hadamard"}
@@ -149,7 +149,7 @@ class NormedLayers(NamedTuple):
     weights: Sequence[Any]
     weight_scales: Sequence[Any]
     biases: Sequence[Any]
-    #: Of a single layer.
+    #: Arguments of a single layer.
     residual: Any
     gate: Any
     activations: Sequence[str]

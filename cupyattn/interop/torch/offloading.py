@@ -82,7 +82,7 @@ def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
     ----------
     layer : Int8Linear
     codes : Tensor
-        Of the layer. On the meta device if accelerate offloads it.
+        The layer's codes, on the meta device if accelerate offloads them.
     """
     return (device_of_hooks(layer) if codes.is_meta else None) or codes.device
 

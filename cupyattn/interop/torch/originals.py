@@ -97,7 +97,7 @@ def keep_original(
     layer : Int8Linear or ActivatedInt8Linear
     call : Call
     name : str
-        Of the layer in the model.
+        Name of the layer in the model.
     module : Module
     shared : bool
         Whether another module of the model still uses its weight, which then stays in place.
