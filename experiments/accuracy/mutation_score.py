@@ -52,7 +52,7 @@ SECONDS = 20
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived.
-SECONDS_OF_FAULT = 200
+SECONDS_OF_FAULT = 90
 #: Processes that know the sources and the faults of this one.
 FORK = multiprocessing.get_context("fork")
 #: What became of a fault.
