@@ -359,7 +359,7 @@ def attention_calls() -> dict[str, Callable[[], str]]:
         calls |= _calls_of(name, rung)
     split = RUNGS["fa_tc"][0], None, "float16", None
     few, more = (arrays(len_q, 601, "float16", 7) for len_q in (3, 12))
-    far = few[0] * np.float16(8), *few[1:]
+    far = few[0] * np.float16(32), *few[1:]
     calls["fa_tc, split: few rows"] = lambda: attend(split, few, {"causal": True})
     calls["fa_tc, split: more rows"] = lambda: attend(split, more, {"window": (90, 9)})
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})

@@ -61,6 +61,8 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
 EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
+#: The survivors of the record, run again after rules and calls that some of them led to.
+AGAIN = f"{NAME}_again"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -383,10 +385,29 @@ def table(record: Mapping[str, Any]) -> list[str]:
         f"Of the {len(cells)} survivors, {count[NO_CHANGE]} change no result. Without these, "
         f"{noticed} of {rest} are noticed ({100 * noticed / max(1, rest):.1f} %). For "
         f"{count[NO_CASE]} no call has the case, and {count[OPEN]} are open.",
+        *_again(record, rest),
         "",
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
     ]
     return lines
+
+
+def _again(record: Mapping[str, Any], rest: int) -> list[str]:
+    """Return what became of the survivors when they were run again; `rest` change results."""
+    path = recording.RESULTS / f"{AGAIN}.json"
+    if not path.exists():
+        return []
+    again = recording.stored(AGAIN)
+    later = sum(x["became"] == NOTICED for x in again["faults"])
+    all_noticed = later + sum(x["became"] == NOTICED for x in record["faults"])
+    return [
+        "",
+        f"After the first run, rules and calls were added that its survivors had led to. Then "
+        f"{later} of its {len(again['faults'])} survivors are noticed (revision "
+        f"{again['environment']['revision'][:10]}), together {all_noticed} of {rest} "
+        f"({100 * all_noticed / max(1, rest):.1f} %). This second share is of faults that were "
+        f"known; only the first says how many faults of a new draw would be noticed.",
+    ]
 
 
 def _cell(text: str) -> str:

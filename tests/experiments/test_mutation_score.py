@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,17 @@ def test_survivors_are_explained_or_open() -> None:
     table = "\n".join(mutation_score.table(record))
     survivors = [x for x in record["faults"] if x["became"] == "survived"]
     assert all(f"`{x['file']}:{x['line']}`" in table for x in survivors)
+
+
+def test_the_second_share_is_told_apart_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became = [{"became": "noticed"}] * 90 + [{"became": "survived"}] * 10
+    record = {"seed": 4, "faults": became, "environment": {"revision": "1234567890abc"}}
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
+    assert mutation_score._again(record, 98) == []
+    again = {**record, "faults": became[-4:] + [{"became": "noticed"}] * 6}
+    (tmp_path / f"{mutation_score.AGAIN}.json").write_text(json.dumps(again))
+    text = "".join(mutation_score._again(record, 98))
+    assert "6 of its 10 survivors are noticed (revision 1234567890)" in text
+    assert "together 96 of 98 (98.0 %)" in text
