@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cupyattn.interpret.access import address_reader
-from cupyattn.interpret.ordering import Bools, Ints, Times
+from cupyattn.interpret.ordering import WARP, Bools, Ints, Times
 from cupyattn.interpret.ptx import Instruction, Operand, Sink
 from cupyattn.interpret.semantics import ACCESSES, Execute, Step, instruction, reader, writer
 
@@ -119,12 +119,21 @@ class Mbarriers:
             barrier.visible |= bool(lanes.mask[barrier.initialised_by])
 
     def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
-        """Announce bytes and count arrivals; return the phases of these arrivals."""
+        """Announce bytes and count arrivals; return the phases of these arrivals.
+
+        Lanes of a warp arrive in no order. If some of them end a phase, and the others arrive in
+        the next one, then which of them do so is left to chance: they were not meant to arrive.
+        """
         machine = self._machine
         phases = np.empty(len(lanes), np.int64)
         views = machine.clocks.views(lanes)
+        first: dict[tuple[int, int], int] = {}
         for row, barrier in enumerate(self.at(address, lanes)):
             phases[row] = barrier.phase
+            warp = int(lanes[row]) // WARP
+            if first.setdefault((id(barrier), warp), barrier.phase) != barrier.phase:
+                message = "lanes of a warp arrive at an mbarrier in two of its phases"
+                machine.report("divergence", message, lanes, np.arange(len(lanes)) == row, address)
             barrier.bytes += int(tx[row])
             barrier.arrivals = np.maximum(barrier.arrivals, views[row])
             if counts[row] > barrier.pending:

@@ -141,10 +141,24 @@ _NO_CODE = re.compile(
 )
 
 
+#: The two operands of PTX instructions that give the same, whichever of them is first.
+_SYMMETRIC = re.compile(
+    r"(?P<before>^\s*(?:@\S+\s+)?(?:(?:add|mul|fma|mad|min|max|and|or|xor)\.|setp\.(?:eq|ne)\.)"
+    rf"[\w.]*\s+[%\w|]+, )(?P<a>{_REGISTER}), (?P<b>{_REGISTER})",
+    re.MULTILINE,
+)
+
+
 def machine_code(ptx: str) -> str:
-    """Return PTX without names of files, lines and debug sections."""
+    """Return PTX without names of files, lines, debug sections and the blocks wanted of an SM.
+
+    Operands of a sum, a product or another symmetric instruction are sorted: codes that differ in
+    their order alone do the same.
+    """
     lines = ptx.partition(".section")[0].splitlines()
-    return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
+    left_out = re.compile(r"\s*(?:\.file|\.loc|//|\$L__|\.minnctapersm)")
+    text = "\n".join(line for line in lines if not left_out.match(line))
+    return _SYMMETRIC.sub(lambda m: m["before"] + ", ".join(sorted((m["a"], m["b"]))), text)
 
 
 def _blanked(source: str, *, strings: bool) -> str:

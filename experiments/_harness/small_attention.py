@@ -73,11 +73,12 @@ def _said(report: Any) -> str:
 
 def attend(
     rung: Rung, inputs: Any, options: dict[str, Any], *, inside: bool = False, pieces: bool = False,
-    blocks: int | None = None,
+    blocks: int | None = None, with_lse: bool = True,
 ) -> str:  # fmt: skip
     """Run one call of attention, and judge it.
 
-    Codes are the mirror's, or with `inside` of the call itself. `pieces`: tiles are cut.
+    Codes are the mirror's, or with `inside` of the call itself. `pieces`: tiles are cut. Some forms
+    are other kernels without the log-sum-exp.
     """
     variant, arch, _, quant = rung
     q, k, v = inputs
@@ -87,7 +88,7 @@ def attend(
             quant = replace(quant, smooth_k=False)
         z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch if inside else None)
     asked: dict[str, Any] = {"variant": variant, "arch": arch, "backend": "interpret"}
-    asked |= {"return_lse": True, **options}
+    asked |= {"return_lse": with_lse, **options}
     operands: Any = (q, k, v)
     if z is not None and (inside or quant.fused):
         asked["quant"] = quant
@@ -99,7 +100,8 @@ def attend(
         elif blocks is not None:
             stack.enter_context(hopper_blocks(blocks))
         plan = plans(resolved(*operands, **asked))[-1]
-        o, lse = ca.attention(*operands, **asked)
+        found = ca.attention(*operands, **asked)
+    o, lse = found if with_lse else (found, None)
     report = judge(
         o, q, k, v, variant=variant, lse=lse, quantized=z, form=plan.form, tiles=plan.tiles,
         **options,
@@ -107,20 +109,27 @@ def attend(
     return _said(report)
 
 
-def _packed(rung: Rung, head_dim: int, options: dict[str, Any]) -> str:
-    """Run one call of packed sequences, and judge each."""
+def _packed(
+    rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool = False
+) -> str:
+    """Run one call of packed sequences, and judge each; `inside` as for `attend`."""
     variant, arch, dtype, quant = rung
     ends = tuple(np.cumsum((0, *one), dtype=np.int32) for one in zip(*PACKED, strict=True))
     rng = np.random.default_rng(2)
     shapes = (int(ends[0][-1]), HEADS, head_dim), *[(int(ends[1][-1]), HEADS_KV, head_dim)] * 2
     q, k, v = (rng.standard_normal(shape).astype(STORAGE[dtype]) for shape in shapes)
     named: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    z = None if quant is None else ca.quantize(q, k, v, quant=quant, backend="mirror", **named)
-    operands = (q, k, v, *ends) if z is None else (z,)
+    z = None
+    if quant is not None:
+        target = arch if inside else None
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, **named)
+    operands = (q, k, v, *ends) if z is None or inside else (z,)
     asked = {"variant": variant, **options}
-    o, lse = ca.attention_varlen(
-        *operands, return_lse=True, arch=arch, backend="interpret", **asked
-    )
+    given: dict[str, Any] = {"arch": arch, "backend": "interpret", **asked}
+    if inside:  # the kernel makes codes of Q itself if it gives no log-sum-exp
+        o, lse = ca.attention_varlen(*operands, quant=quant, **given), None
+    else:
+        o, lse = ca.attention_varlen(*operands, return_lse=True, **given)
     if z is None:
         return _said(judge(o, q, k, v, lse=lse, **asked, **named))
     return _said(judge(o, q, k, v, lse=lse, quantized=z, **asked))
@@ -207,7 +216,7 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     }
     if arch is None:
         calls["head_dim 36"] = lambda: attend(rung, narrow, {"causal": True})
-        calls["head_dim 7"] = lambda: attend(rung, odd, {})
+        calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
     if name in SCORED:
         of_scores = _of_scores(rung, some, fewer)
         first_names = of_scores.keys() & ({"mask and bias of keys", "block mask", "padded"})
@@ -219,9 +228,10 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         widest = arrays(70, 200, dtype, 8, 256, heads=(2, 1), batch=1)
         calls["head_dim 256"] = lambda: attend(rung, widest, {"causal": True})
     if name in HOPPER:
-        calls |= _of_hopper(rung, plain)
+        calls |= _of_hopper(rung, plain) | _of_biases(rung, plain, fewer)
     if quant is not None:
         calls |= _of_codes(rung, plain, fewer, list(RUNGS).index(name))
+        calls |= _of_own_codes(rung, plain) if arch else {}
     return {f"{name}: {call}": run for call, run in calls.items()}
 
 
@@ -255,6 +265,48 @@ def _of_scores(rung: Rung, some: Any, fewer: Any) -> dict[str, Callable[[], str]
     if rung[1] is None:  # Hopper forms leave this call to the portable ones
         calls["window, softcap, mask, bias"] = lambda: attend(rung, fewer, options)
     return calls
+
+
+def _aligned_bias(dtype: str, *shape: int) -> Any:
+    """Return a bias that the copy engine can move: rows begin at multiples of 16 bytes."""
+    wide = np.zeros((*shape[:-1], shape[-1] + -shape[-1] % 8), STORAGE[dtype])
+    found = wide[..., : shape[-1]]
+    found[...] = np.random.default_rng(17).standard_normal(shape)
+    return found
+
+
+def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
+    """Return calls with every kind of bias that Hopper forms take, and masks beside it."""
+    rng = np.random.default_rng(18)
+    len_q, len_kv = FEWER
+    each = _aligned_bias(rung[2], HEADS, len_q, len_kv)
+    of_keys = {
+        "bias": _aligned_bias(rung[2], HEADS, 1, len_kv), "mask": rng.random(len_kv)[None] < 0.7,
+    }  # fmt: skip
+    masked = {"bias": each[:1], "mask": rng.random((1, HEADS, len_q, len_kv)) < 0.7}
+    long = _aligned_bias(rung[2], 1, *LENGTHS)
+    return {
+        "aligned bias": lambda: attend(rung, fewer, {"bias": each, "causal": True}),
+        "aligned bias and mask of keys": lambda: attend(rung, fewer, of_keys),
+        "bias of rows": lambda: attend(rung, fewer, {"bias": each[..., :1]}),
+        "aligned bias and mask": lambda: attend(rung, fewer, masked),
+        "aligned bias, few blocks": lambda: attend(rung, plain, {"bias": long}, blocks=3),
+    }
+
+
+def _of_own_codes(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
+    """Return calls of Hopper forms that make the codes of Q themselves."""
+    variant, arch, dtype, quant = rung
+    own = variant, arch, dtype, replace(quant, smooth_k=False)
+    how: dict[str, Any] = {"inside": True, "with_lse": False}
+    short = arrays(500, 50, dtype, 16, heads=(2, 1), batch=1)
+    cut = arrays(200, 500, dtype, 11, heads=(3, 1), batch=1)
+    return {
+        "own codes, one step a tile": lambda: attend(own, short, {}, blocks=1, **how),
+        "own codes, few blocks": lambda: attend(own, plain, {"causal": True}, blocks=3, **how),
+        "own codes, tiles cut": lambda: attend(own, cut, {}, pieces=True, **how),
+        "own codes, packed": lambda: _packed(own, 64, {}, inside=True),
+    }
 
 
 def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
@@ -307,7 +359,7 @@ def attention_calls() -> dict[str, Callable[[], str]]:
         calls |= _calls_of(name, rung)
     split = RUNGS["fa_tc"][0], None, "float16", None
     few, more = (arrays(len_q, 601, "float16", 7) for len_q in (3, 12))
-    far = few[0] * np.float16(8), *few[1:]
+    far = few[0] * np.float16(32), *few[1:]
     calls["fa_tc, split: few rows"] = lambda: attend(split, few, {"causal": True})
     calls["fa_tc, split: more rows"] = lambda: attend(split, more, {"window": (90, 9)})
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})

@@ -252,6 +252,9 @@ def layer_calls() -> dict[str, Callable[[], str]]:
         c[f"activations by row: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "channel")
         c[f"activations by block: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "block")
         c[f"weight by row: {dtype}"] = partial(codes, ca.weight_quant, shape, dtype, "channel")
+    # Rows past the registers of a block.
+    c["long activations: bfloat16"] = partial(codes, ca.act_quant, (3, 4141), "bfloat16", "channel")
+    c["long activations: float16"] = partial(codes, ca.act_quant, (2, 8278), "float16", "channel")
     weights: tuple[tuple[tuple[int, ...], str, int], ...] = (
         ((130, 264), "float16", 128), ((129, 132), "float32", 128), ((33, 70), "bfloat16", 30),
         ((50, 40), "bfloat16", 16), ((100, 90), "float32", 45), ((9, 5, 3, 4), "float16", 7),

@@ -4,8 +4,9 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
              experiments/_harness/small_calls.py compile (cupyattn/testing/mutations.py).
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
-             does not end. Calls with code of the fault's line come first, then the cheapest.
-Run          python -m experiments.accuracy.mutation_score --seed 3 --jobs 2 --update-docs
+             does not end. Calls with code of the fault's line come first, then the cheapest; calls
+             without it are run only if no code of the line has changed.
+Run          python -m experiments.accuracy.mutation_score --seed 4 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
 the next one is drawn. The record is written after each fault, and the same command goes on where
@@ -50,8 +51,8 @@ BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
 SECONDS = 20
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
-#: Compiles in a third of the time, with few optimisations.
-FAST = "--Ofast-compile=max"
+#: CPU seconds for a fault, after which no further call begins: it counts as survived.
+SECONDS_OF_FAULT = 90
 #: Processes that know the sources and the faults of this one.
 FORK = multiprocessing.get_context("fork")
 #: Result of a fault.
@@ -59,7 +60,9 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
-EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third"))
+EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
+#: The survivors of the record, run again after rules and calls that some of them led to.
+AGAIN = f"{NAME}_again"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -79,14 +82,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The calls without a fault; of each module its machine code, files, and lines with code.
-
-    `fast_code` is the machine code with few optimisations.
-    """
+    """The calls without a fault; of each module a hash of its code, its files and lines."""
 
     calls: tuple[Call, ...]
     code: Mapping[Module, str]
-    fast_code: Mapping[Module, str | None]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
 
@@ -106,13 +105,13 @@ def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
         found[name] = one
         if kept is not None:
             kept.write_bytes(pickle.dumps((stamp, found)))
-    code, fast, lines = {}, {}, {}
+    code, lines = {}, {}
     modules = list({one for _, modules in found.values() for one in modules})
     for module, one in zip(modules, _in_turn(_compiled, modules, None, jobs), strict=True):
-        code[module], fast[module], lines[module] = one
+        code[module], lines[module] = one
     files = {module: frozenset(reached(module[0])) for module in code}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
-    return Baseline(of_calls, code, fast, files, lines)
+    return Baseline(of_calls, code, files, lines)
 
 
 def _stamp() -> str:
@@ -123,10 +122,14 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
-def _compiled(module: Module, _: None) -> tuple[str, str | None, frozenset[tuple[str, int]]]:
-    """Return the machine code of a module, with all and few optimisations, and its lines."""
-    ptx = compiler.translate(*module).ptx
-    return machine_code(ptx), fast_code(module), lines_with_code(ptx)
+def _compiled(module: Module, _: None) -> tuple[str, frozenset[tuple[str, int]]]:
+    """Return the hash of a module's code, and its lines."""
+    return code_of(module), lines_with_code(compiler.translate(*module).ptx)
+
+
+def code_of(module: Module) -> str:
+    """Return a hash of the machine code of a module: processes that hold less fork faster."""
+    return hashlib.sha256(machine_code(compiler.translate(*module).ptx).encode()).hexdigest()
 
 
 def _unharmed(
@@ -144,24 +147,6 @@ def _unharmed(
         said = calls[name]()
     assert not said, f"{name} is wrong without a fault: {said}"
     return time.process_time() - start, frozenset(seen)
-
-
-def fast_code(module: Module) -> str | None:
-    """Return the machine code of a module with few optimisations; None if it has none.
-
-    It is compiled in a process that ends: NVRTC keeps the option, and would compile worse code for
-    all later modules of this process.
-    """
-    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
-        return pool.submit(_fast_code, module).result()
-
-
-def _fast_code(module: Module) -> str | None:
-    with mock.patch.object(compiler, "OPTIONS", (*compiler.OPTIONS, FAST)):
-        try:
-            return machine_code(compiler.translate(*module).ptx)
-        except KernelCompileError:
-            return None
 
 
 def lines_with_code(ptx: str) -> frozenset[tuple[str, int]]:
@@ -222,38 +207,43 @@ def copied_sources(file: str, text: str) -> Iterator[None]:
 
 def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     """Compile and run call after call until one notices the fault that is in place."""
+    place = Path(file).name, line
     changed: dict[Module, bool] = {}
-
-    def has_line(module: Module) -> bool:
-        return (Path(file).name, line) in known.lines[module]
 
     def is_changed(module: Module) -> bool:
         if module not in changed:
-            fast = known.fast_code[module]
-            # Programs that are equal with few optimisations are equal with all.
-            changed[module] = (has_line(module) or fast is None or fast_code(module) != fast) and (
-                machine_code(compiler.translate(*module).ptx) != known.code[module]
-            )
+            changed[module] = file in known.files[module] and code_of(module) != known.code[module]
         return changed[module]
 
-    def order(call: Call) -> tuple[bool, float]:
-        return not any(map(has_line, call.modules)), call.seconds
+    def has_line(call: Call) -> bool:
+        return any(place in known.lines[module] for module in call.modules)
 
-    start, ran = time.monotonic(), 0
-    for call in sorted(known.calls, key=order):
-        touched = [one for one in call.modules if file in known.files[one]]
-        try:
-            if not any(is_changed(one) for one in touched):
-                continue
-        except KernelCompileError:
-            return {"became": NOT_COMPILED}
-        ran += 1
-        if why := noticed(call):
-            seconds = round(time.monotonic() - start, 1)
-            by = {"by": call.name, "why": why}
-            return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+    with_line, without = [], []
+    for call in sorted(known.calls, key=lambda call: call.seconds):
+        (with_line if has_line(call) else without).append(call)
+    start, spent, ran = time.monotonic(), _cpu_seconds(), 0
+    for calls in (with_line, without):
+        for call in calls if not ran else ():
+            try:
+                if not any(map(is_changed, call.modules)):
+                    continue
+            except KernelCompileError:
+                return {"became": NOT_COMPILED}
+            ran += 1
+            if why := noticed(call):
+                seconds = round(time.monotonic() - start, 1)
+                by = {"by": call.name, "why": why}
+                return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+            if _cpu_seconds() - spent > SECONDS_OF_FAULT:
+                break
     seconds = round(time.monotonic() - start, 1)
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    both = (resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(x.ru_utime + x.ru_stime for x in both)
 
 
 def noticed(call: Call) -> str:
@@ -395,10 +385,29 @@ def table(record: Mapping[str, Any]) -> list[str]:
         f"Of the {len(cells)} survivors, {count[NO_CHANGE]} change no result. Without these, "
         f"{noticed} of {rest} are noticed ({100 * noticed / max(1, rest):.1f} %). For "
         f"{count[NO_CASE]} no call has the case, and {count[OPEN]} are open.",
+        *_again(record, rest),
         "",
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
     ]
     return lines
+
+
+def _again(record: Mapping[str, Any], rest: int) -> list[str]:
+    """Return what became of the survivors when they were run again; `rest` change results."""
+    path = recording.RESULTS / f"{AGAIN}.json"
+    if not path.exists():
+        return []
+    again = recording.stored(AGAIN)
+    later = sum(x["became"] == NOTICED for x in again["faults"])
+    all_noticed = later + sum(x["became"] == NOTICED for x in record["faults"])
+    return [
+        "",
+        f"After the first run, rules and calls were added that its survivors had led to. Then "
+        f"{later} of its {len(again['faults'])} survivors are noticed (revision "
+        f"{again['environment']['revision'][:10]}), together {all_noticed} of {rest} "
+        f"({100 * all_noticed / max(1, rest):.1f} %). This second share is of faults that were "
+        f"known; only the first says how many faults of a new draw would be noticed.",
+    ]
 
 
 def _cell(text: str) -> str:
