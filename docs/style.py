@@ -1,4 +1,4 @@
-"""Count breaches of the style of this project in each file: words, long sentences, missing nouns.
+"""Count breaches of the style of this project in each file: words, fragments, long sentences.
 
 Without options, it prints the breaches of each file. The options are::
 
@@ -33,8 +33,10 @@ MISSING_NOUN = re.compile(
     r"\b(those (?:of|that|which|with|whose)|that which|what (?:is|it|there)|of its own)\b",
     re.IGNORECASE,
 )
+#: First words of a fragment without subject and verb, unless it is a question or says how to do it.
+FRAGMENT = re.compile(r"(?:Of|What|How(?! to)|Which|Where|Who|Whose|That|Those)\b(?![^.]*\?)")
 WORDS_A_SENTENCE = 25
-RULES = ("avoided words", "missing nouns", "long sentences")
+RULES = ("avoided words", "missing nouns", "long sentences", "fragments")
 #: Pages that a command writes, and the notebook, which is a diary.
 WRITTEN = {"docs/API.md", "tests/README.md", "experiments/results/NOTES.md"}
 SUFFIXES = (".py", ".md", ".cu", ".cuh")
@@ -114,6 +116,16 @@ def _of_python(text: str) -> Iterator[str]:
         yield " ".join(block)
 
 
+def beginnings(path: Path) -> Iterator[str]:
+    """Yield the text of each docstring, and each line of comments behind ``#:``."""
+    if path.suffix == ".py":
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
+        yield from re.findall(r"^[ \t]*#: (.*)", text, re.MULTILINE)
+
+
 def sentences(paragraph: str) -> list[str]:
     """Return the sentences of a paragraph.
 
@@ -134,6 +146,7 @@ def counts(path: Path) -> dict[str, int]:
         found["long sentences"] += sum(
             len(one.split()) > WORDS_A_SENTENCE for one in sentences(paragraph)
         )
+    found["fragments"] = sum(FRAGMENT.match(text) is not None for text in beginnings(path))
     return {rule: count for rule, count in found.items() if count}
 
 

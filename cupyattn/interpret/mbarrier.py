@@ -121,8 +121,8 @@ class Mbarriers:
     def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
         """Announce bytes and count arrivals; return the phases of these arrivals.
 
-        Lanes of a warp arrive in no order. If some of them end a phase, and the others arrive in
-        the next one, then which of them do so is left to chance: they were not meant to arrive.
+        Lanes of a warp arrive in no defined order. If some end a phase and others arrive in the
+        next phase, chance decides which lanes do so. Such a kernel has a fault.
         """
         machine = self._machine
         phases = np.empty(len(lanes), np.int64)
@@ -162,7 +162,7 @@ class Mbarriers:
         barrier.arrivals[-1] = self._machine.clocks.now
 
     def done(self, address: Ints, phases: Ints, lanes: Ints, *, parity: bool) -> Bools:
-        """Return whether phases have ended; copies that the lanes must wait for arrive now."""
+        """Return whether phases have ended; copies for which the lanes must wait arrive now."""
         clocks = self._machine.clocks
         found = np.zeros(len(lanes), np.bool_)
         barriers = self.at(address, lanes)
@@ -190,7 +190,7 @@ class Mbarriers:
             self._asleep.setdefault((id(barrier), self._machine.place), []).append(lane)
 
     def wake(self, barrier: Mbarrier) -> None:
-        """Let the lanes that wait for a barrier look at it again."""
+        """Let the lanes that wait for a barrier test it again."""
         machine = self._machine
         for key in [key for key in self._asleep if key[0] == id(barrier)]:
             mask = np.zeros(machine.size, np.bool_)
@@ -225,7 +225,7 @@ ACCESSES["mbarrier"] = lambda inst: ("shared", 8)
 
 @instruction("mbarrier")
 def mbarrier(inst: Instruction) -> Execute | Step | None:
-    """Every operation on a barrier."""
+    """Build an operation on a barrier."""
     kind = _plain(inst)
     operands = list(inst.operands)
     if kind == ("init",):
@@ -282,7 +282,7 @@ def _arrive(
 
 
 def _wait(inst: Instruction, operands: list[Operand], *, parity: bool, blocks: bool) -> Step:
-    """Wait for a phase: asleep where the instruction may suspend the lane, else just asking."""
+    """Wait for a phase: sleep if the instruction may suspend the lane, otherwise only test it."""
     write = writer(operands[0])
     address = address_reader(operands[1])
     phase = reader(operands[2], "u32" if parity else "u64")

@@ -64,7 +64,7 @@ _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
 _ONE_TO_AN_SM, _ALL_STAGES = 96, 12
 #: Time of a cluster to start, synchronise and add up, in units of a slice's 4096 pairs: about 1 us.
 _MEETING = 14
-#: How much longer whole waves take of a kernel that is launched in clusters, which they do not need
+#: Time of whole waves in a kernel launched in clusters, relative to the same kernel without them
 #: (experiments/results/gemm_tails.json).
 _IN_CLUSTERS = 1.02
 

@@ -1,5 +1,4 @@
-"""Where packed sequences begin and end, and how long padded entries are: a caller's offsets and
-lengths, checked, as kernels read them."""
+"""Check a caller's offsets of packed sequences and lengths of padded entries, for the kernels."""
 
 from __future__ import annotations
 

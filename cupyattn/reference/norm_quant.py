@@ -1,4 +1,4 @@
-"""How rows become codes in front of a product: what they stand for, and as the kernel rounds."""
+"""Quantise rows before a product: the exact definition, and the mirror of the kernel."""
 
 from __future__ import annotations
 

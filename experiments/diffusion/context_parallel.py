@@ -44,7 +44,7 @@ HEADER = ["devices", "way", "pass", "of one device", "of native", "sent", "to na
 
 @dataclass(frozen=True)
 class Way:
-    """Who attends, and how ranks share the sequence.
+    """The implementation of attention, and the mesh of ranks that share the sequence.
 
     Parameters
     ----------

@@ -183,6 +183,6 @@ def test_layers_of_comfy_kitchen_have_columns_where_they_took_part() -> None:
     column = header.index(f"channel, x {COMFY}")
     assert (line[column], refused[column]) == ("1.50 [1.40, 1.60]", "-")
     assert "Missing: made up, twice." in present
-    assert any(f"channel over {COMFY} 1.50 (1.50)" in line for line in present)
+    assert any(f"Over {COMFY}: channel 1.50 (1.50)" in line for line in present)
     assert f"{COMFY} took no part in this record." in absent
     assert not any(f"x {COMFY}" in line for line in absent)
