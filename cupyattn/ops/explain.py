@@ -39,7 +39,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
     >>> import numpy as np
     >>> q = np.ones((1, 1, 4, 8), np.float16)
     >>> print(explain(q, q, q).splitlines()[0])
-    fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
+    fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: no times without a device
     """
     problem = resolved(q, k, v, function="explain", **options)
     where = {

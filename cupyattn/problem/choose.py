@@ -141,7 +141,7 @@ def choose(
         by_rule = accuracy
     same = _measured(rows, dtype, capability)
     if not same:
-        lacking = "it runs on no device"
+        lacking = "no times without a device"
         if capability is not None:
             lacking = f"nothing was measured on compute capability {capability / 10:.1f} in {dtype}"
         return replace(choices[by_rule], why=f"{why}, by rule: {lacking}")
