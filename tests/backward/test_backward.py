@@ -1,4 +1,4 @@
-"""Gradients: the definition, the mirror within its bound, what the bound notices, and the call."""
+"""Gradients: the definition, the mirror within its bound, noticed faults, and the call."""
 
 from __future__ import annotations
 

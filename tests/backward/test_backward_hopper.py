@@ -1,4 +1,4 @@
-"""The Hopper form of the backward pass: what takes it, and its kernels in the interpreter."""
+"""The Hopper form of the backward pass: its calls, and its kernels in the interpreter."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FLOATS = [name for name in FORMS if name not in INTEGERS]
 
 
 class Call:
-    """One call of a form on the mirror: its output, and what is predicted of it."""
+    """One call of a form on the mirror: its output, and the prediction."""
 
     def __init__(self, name: str, q: Any, k: Any, v: Any, **options: Any) -> None:
         form, quant, arch = FORMS[name]
@@ -241,7 +241,7 @@ def test_subnormal_values_are_cut_off_at_the_least_normal_number(
 
 
 def replaced(call: Call) -> Call:
-    """Return the call with what is predicted of it now."""
+    """Return the call with its new prediction."""
     other = copy(call)
     other.found = predict_kernel(call.kernel)
     return other

@@ -1,4 +1,4 @@
-"""Checkpoints with a scale for each channel: analysed, converted, read back; what is refused."""
+"""Checkpoints with a scale for each channel are analysed, converted, read back, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as INT8 and back: what is written, that it is written whole, and what is refused."""
+"""Convert a model to INT8 and back: the written files, which are whole, and the refusals."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ RUN = rf"run it with cupyattn\.interop\.torch\.load_int8, or {BACK}"
 
 
 def of_others(folder: Path, strategy: str, activations: dict[str, Any] | None, **more: Any) -> Path:
-    """Write a folder as compressed-tensors does, with what it says of activations."""
+    """Write a folder in the format of compressed-tensors, with this description of activations."""
     made(folder, strategy, symmetric=True, **more)
     config = json.loads((folder / "config.json").read_text())
     (group,) = config["quantization_config"]["config_groups"].values()

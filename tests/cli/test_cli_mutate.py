@@ -1,4 +1,4 @@
-"""``cupyattn mutate``: which faults does a command notice, by status; records that are resumed."""
+"""``cupyattn mutate``: the faults that a command notices by its status, and resumed records."""
 
 from __future__ import annotations
 

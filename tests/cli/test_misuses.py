@@ -14,7 +14,7 @@ from cupyattn.measure.device import device_missing
 from tests.checkpoints.checkpoint_files import write
 
 SMALL = ["--heads", "1", "--len", "8", "--head-dim", "8"]
-#: Arguments, and what the line says; FILE names are those of `files`.
+#: Arguments, and the expected line; FILE stands for names in `files`.
 MISUSES: dict[str, list[tuple[str, str]]] = {
     "commands": [
         ("lader", "there is no command 'lader', did you mean ladder?"),

@@ -1,4 +1,4 @@
-"""`cupyattn report`: a page that is whole, loads nothing, and says what the records say."""
+"""`cupyattn report` writes a complete page that loads nothing and agrees with the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compilations that are begun before anybody needs them."""
+"""Compilations that begin before their kernels are needed."""
 
 from __future__ import annotations
 

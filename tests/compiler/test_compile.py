@@ -1,4 +1,4 @@
-"""Compiling without a GPU: what comes out, what the cache notices, what the errors say."""
+"""Compile without a GPU: the results, the keys of the cache, and the error messages."""
 
 from __future__ import annotations
 

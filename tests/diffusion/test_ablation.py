@@ -1,4 +1,4 @@
-"""`cupyattn.ablate`: the points of every part, their judgements, and what it refuses."""
+"""`cupyattn.ablate`: the points of every part, their judgements, and the refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Int8Attention`: what runs at which step, scales, guidance, pruning, sparsity, fallback."""
+"""`Int8Attention`: the mode of each step, scales, guidance, pruning, sparsity, fallback."""
 
 from __future__ import annotations
 

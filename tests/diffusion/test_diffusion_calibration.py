@@ -1,4 +1,4 @@
-"""Calibration: percentiles against NumPy's, bins, files, and what does not fit."""
+"""Calibration: percentiles against NumPy's, bins, files, and calibrations that do not fit."""
 
 from __future__ import annotations
 

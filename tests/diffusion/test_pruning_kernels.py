@@ -62,7 +62,7 @@ SLOW = ("two chunks of a head", "wide rows", "no scale")
 def check_importance(
     q: np.ndarray, k: np.ndarray, scale: float | None, rows: int, **how: Any
 ) -> tuple[Any, Any, Any]:
-    """Importance, what it is in float64, and its bound; operands stay as they are."""
+    """Compare importance with float64 and its bound; operands must not change."""
     before = q.tobytes(), k.tobytes()
     found = key_importance(q, k, scale=scale, rows=rows, **how)
     assert (q.tobytes(), k.tobytes()) == before

@@ -1,4 +1,4 @@
-"""What tests of several ranks share: a call shared among ranks, run in threads and joined."""
+"""Code that tests of several ranks share: a call on ranks that are threads, with joined results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of devices on the host: what CuPy has of streams and NCCL, played by stand-ins."""
+"""Groups of devices on the host, with stand-ins for CuPy's streams and NCCL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Given scales of ``fa_int8``: all ranks have the same, and each takes those of its heads."""
+"""Given scales of ``fa_int8``: all ranks have the same, and each uses the scales of its heads."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_heads_with_their_own_scales_are_within_their_bound(mesh: Mesh) -> None:
 
 
 def test_given_scales_per_row_go_with_exchanged_heads() -> None:
-    """They are those of the whole sequence, which a ring would cut."""
+    """They belong to the whole sequence, which a ring would cut."""
     q, k, v = normal((1, 4, 16, 16), (1, 4, 16, 16))
     options = given(scales(1, 4, 16), ONE, "token", "head")
 

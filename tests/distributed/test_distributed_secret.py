@@ -1,4 +1,4 @@
-"""A group's store lets in who knows the secret, survives every message, and says what is wrong."""
+"""A group's store admits ranks that know the secret, survives every message, and reports errors."""
 
 from __future__ import annotations
 

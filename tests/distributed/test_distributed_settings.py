@@ -1,4 +1,4 @@
-"""What ranks ask for: numbers of NumPy, lists and arrays, as on one device"""
+"""Arguments of ranks may be NumPy numbers, lists and arrays, as on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md does what it says, CITATION.cff has what its format asks for."""
+"""The commands of CONTRIBUTING.md work, and CITATION.cff has the fields of its format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of code in docs/*.md run, and print what stands under them; commands and links exist.
+"""Blocks of code in docs/*.md run and print the shown output; commands and links exist.
 
 The convention: blocks marked ``python`` are run one after the other, in the names that those
 before have left. A block without a mark that follows is what is printed, and an exception that ends

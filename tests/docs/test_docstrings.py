@@ -1,4 +1,4 @@
-"""Examples in docstrings, of the package and of what measures it and writes pages, are true."""
+"""Examples in docstrings are true, in the package, the experiments and the scripts for pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS = {
 
 
 def modules() -> list[Any]:
-    """Return the modules with examples by name; those of frameworks have their mark."""
+    """Return the modules with examples by name; modules of frameworks have their mark."""
     found = []
     for path in sorted(ROOT.joinpath(top) for top in ("cupyattn", "experiments", "docs")):
         for file in sorted(path.rglob("*.py")):

@@ -60,7 +60,7 @@ def lemmas(page: str) -> dict[str, str]:
 
 
 def problems(page: str) -> list[str]:
-    """Return what is wrong with the lemmas of a page, a sentence each."""
+    """Return the errors of a page's lemmas, a sentence each."""
     wrong = []
     for tag, text in lemmas(page).items():
         code = re.findall(r"^\*Code:\* \[(.*?)\]\. \*Test:\* (.*)\.$", text, re.M)

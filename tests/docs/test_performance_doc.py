@@ -1,4 +1,4 @@
-"""docs/PERFORMANCE.md is what its records say, and every part is written from what scripts keep."""
+"""docs/PERFORMANCE.md agrees with its records, and every part is written from stored records."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_what_is_not_measured_is_not_on_the_page(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_parts_alone_follow_from_what_is_left() -> None:
-    """Whole 10, copies 2; each part's own time beside the copies, and what it saves."""
+    """Whole 10, copies 2; each part has its time alone, and the time that its removal saves."""
     times = {(): 10.0, breakdown.PARTS: 2.0}
     times |= {breakdown.PARTS[1:]: 6.0, breakdown.PARTS[::2]: 5.0, breakdown.PARTS[:2]: 7.0}
     times |= {(part,): 8.0 for part in breakdown.PARTS}

@@ -1,4 +1,4 @@
-"""The documentation site: what Sphinx is given, and that it builds without a warning."""
+"""The documentation site: the sources for Sphinx, and a build without warnings."""
 
 from __future__ import annotations
 

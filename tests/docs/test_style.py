@@ -1,4 +1,4 @@
-"""Prose keeps to the style of the project: a list of what does not yet may only shrink."""
+"""Prose keeps to the style of the project; the list of exceptions may only shrink."""
 
 from __future__ import annotations
 

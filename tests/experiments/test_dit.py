@@ -108,7 +108,7 @@ def test_a_training_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_a_training_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """A process is killed between checkpoints: what it did since is done again, the same."""
+    """A process is killed between checkpoints; the lost work is repeated with equal results."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
@@ -408,7 +408,7 @@ def test_the_page_is_what_the_records_say() -> None:
 
 
 def test_claims_are_judged_by_their_intervals() -> None:
-    """With records that say what is expected, each verdict once."""
+    """Made-up records give each verdict once."""
     rng = np.random.default_rng(0)
     base = 40 + rng.standard_normal(50)
     by = {

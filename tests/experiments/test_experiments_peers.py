@@ -1,4 +1,4 @@
-"""Ours beside other libraries, forward and backward: what the experiments do without a device."""
+"""The comparisons with other libraries, forward and backward, without a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""experiments/accuracy/mutation_score.py: what became of faults, its order, and its table."""
+"""experiments/accuracy/mutation_score.py: the results of faults, their order, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fa_int8 beside other 8-bit kernels: what the experiment does without a device."""
+"""The comparison of fa_int8 with other 8-bit kernels, without a device."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_times_of_graphs_are_those_of_a_call(
 
 # ---- SageAttention 2, from a folder that is named -----------------------------------------------
 
-#: A stand-in of its package, whose codes are those of a tensor and whose kernel knows head_dim 64.
+#: A stand-in of its package, with scales of whole tensors and a kernel for head_dim 64.
 SAGE_2 = {
     "__init__.py": "from .core import sageattn",
     "kernels.py": """

@@ -107,7 +107,7 @@ def test_an_accumulator_that_is_the_largest_loses_a_unit_too() -> None:
 
 
 def test_subnormal_operands_align_as_the_least_normal_number() -> None:
-    """Of 4 x 2^-9 the exponent is that of 2^-4, so a unit is 8 times as wide."""
+    """4 x 2^-9 is treated as if its exponent were -4, so a unit is 8 times as wide."""
     a, b, c = np.zeros((1, 32)), np.zeros((1, 32)), np.array([2.0**-18])
     a[0, 0], b[0, 0] = 4.0, 2.0**-9
     assert model(a, b, c, 13, 13) == 2.0**-7 + 2.0**-18

@@ -1,4 +1,4 @@
-"""What every test on a device begins with."""
+"""Setup of every test on a device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Several devices by NCCL: J2, bits, bytes, memory, and what a rank that ends does to the others.
-
-`tests/distributed/test_distributed.py` says the same of threads without devices.
+"""Several devices by NCCL: J2, bits, bytes, memory, and the effect of a rank that ends.
+`tests/distributed/test_distributed.py` has the same tests for threads without devices.
 """
 
 from __future__ import annotations
@@ -295,7 +294,7 @@ def test_a_rank_that_raises_ends_those_that_wait_by_nccl() -> None:
     assert time.monotonic() - start < 25
 
 
-#: One rank of a group in which rank 1 goes wrong; the group after it, by what is left, is right.
+#: One rank of a group in which rank 1 fails; the next group of the remaining ranks is right.
 #: Without a device the arrays are NumPy's.
 SCRIPT = """
 import os, sys, threading, time

@@ -1,7 +1,6 @@
 """Window, softcap, mask and bias on the device: every pair of them within its bound, and relations.
 
-`tests/kernels/test_features.py` says the same of the mirror and the interpreter, and what each one
-means.
+`tests/kernels/test_features.py` tests the mirror and the interpreter, and explains each test.
 """
 
 from __future__ import annotations

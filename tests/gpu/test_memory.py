@@ -1,4 +1,4 @@
-"""What a kernel may touch: nothing outside its arrays, nothing of its inputs, any strides."""
+"""Memory accesses of kernels: nothing outside of arrays, no writes to inputs, any strides."""
 
 from __future__ import annotations
 

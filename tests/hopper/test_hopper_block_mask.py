@@ -289,7 +289,7 @@ WITHOUT_KEYS: dict[str, dict[str, Any]] = {
 def test_a_step_without_keys_reads_no_scale_behind_the_last(
     what: str, rung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a scale is that of a whole step, and the last key ends one."""
+    """A scale belongs to a whole step, and the last key ends one."""
     inputs = normal((1, 1, 140, 32), (1, 1, 64, 32))
     tiles = Tiles(128, 64, 12, 2)
     quant = replace(asked_for(rung).get("quant", QuantConfig()), granularity_k="block")

@@ -77,7 +77,7 @@ def planned(rung: str, inputs: Arrays | None = None, **options: Any) -> Plan:
 
 
 def with_speeds(chosen: dict[str, str]) -> list[Any]:
-    """Each of `OPTIONS` with every other form, in turn; slow but for those that are chosen."""
+    """Each of `OPTIONS` with every other form, in turn; all but the chosen ones are slow."""
     return [
         pytest.param(rung, name, marks=[] if chosen.get(rung) == name else SLOW)
         for i, rung in enumerate(RUNGS)

@@ -68,7 +68,7 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
 
 
 def test_steps_are_wide_where_lengths_fill_them() -> None:
-    """Scales of K are those of the same keys either way."""
+    """Scales of K belong to the same keys either way."""
     rung = lookup("fa_int8")
     own = rung.forms["sm90_pv8"].tiles
     narrow, (wide, _) = own.default[128], own.other[128]

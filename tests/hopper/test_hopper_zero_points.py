@@ -68,7 +68,7 @@ def pair(
     ],
 )  # fmt: skip
 def test_codes_moved_by_their_zero_points_change_no_bit(head_dim, group_q, group_kv, causal):
-    """Scores begin with whole numbers, and end as those that they were: every term, every group."""
+    """Scores begin with whole numbers, and keep their values: every term, every group."""
     plain, shifted = pair(head_dim, group_q, group_kv)
     given = {"return_lse": True, "causal": causal, **HOPPER}
     assert "fa_int8 (sm90)" in str(explain(shifted, causal=causal, arch="sm_90a"))

@@ -213,7 +213,7 @@ def test_reasons(module: dict[str, Any], call: dict[str, Any], reason: str) -> N
 
 
 def calling(function: Any) -> Any:
-    """A model of one module, whose processor is a function of what it gets, four heads."""
+    """A model of one module with four heads, whose processor is a function of its inputs."""
 
     class Processor:
         def __call__(

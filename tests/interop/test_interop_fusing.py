@@ -45,7 +45,7 @@ def layers(model: Any, kind: type) -> set[str]:
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 @pytest.mark.parametrize("family", FUSED)
 def test_projections_are_fused_to_int8_and_back(family: str, strategy: str) -> None:
-    """With the bits of a model that was fused first, and restored those of one without INT8."""
+    """Results equal a model that was fused first, and after restoring a model without INT8."""
     model, call = small.transformer(family), small.caller(family)
     native, other = call(model), copy.deepcopy(model)
     other.fuse_qkv_projections()

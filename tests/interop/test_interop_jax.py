@@ -147,7 +147,7 @@ def test_an_operand_that_is_not_compact_is_copied_and_none_is_written_to() -> No
 
 
 def test_xla_hands_over_its_own_buffers_and_they_cannot_be_written() -> None:
-    """No copy on the way: the addresses are those of JAX's arrays."""
+    """There is no copy: the addresses equal the addresses of JAX's arrays."""
     seen: list[tuple[int, bool]] = []
 
     def look(operands: Any, results: Any, attributes: Any) -> None:

@@ -1,4 +1,4 @@
-"""Taking back what was replaced: with the handle, without one, again, and after others moved it."""
+"""Restore replaced layers: with a handle, without one, again, and after others moved them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the host does for a call on torch's tensors, with no device, as test_host_calls.py."""
+"""The host's part of a call on torch's tensors, without a device, like test_host_calls.py."""
 
 from __future__ import annotations
 

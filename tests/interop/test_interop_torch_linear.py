@@ -221,7 +221,7 @@ def test_layers_that_are_shared_hooked_or_another_kind() -> None:
 
 
 def test_a_model_with_int8_layers_is_fine_tuned() -> None:
-    """Gradients reach what is left to train."""
+    """Gradients reach the trainable rest."""
     module = model("float32")
     interop.replace_linear_with_int8(module, backend="mirror")
     module(torch.randn(9, 128)).square().mean().backward()

@@ -1,6 +1,5 @@
-"""Calls made for one place of Inductor's code, with no device, as test_interop_torch_host.py.
-
-What is launched, what is kept, and how little the host does for a call that comes again.
+"""Calls made for one place of Inductor's code, without a device, like test_interop_torch_host.py.
+They check launches, stored graphs, and the little host work of repeated calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is compiled while Inductor compiles: the modules that the call would compile by itself."""
+"""Modules that are compiled while Inductor compiles are the modules of the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole calls in the interpreter: J1, J2 and J3 of every rung, and what its kernels may touch."""
+"""Whole calls in the interpreter: J1, J2 and J3 of every rung, and its kernels' memory accesses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kernels of one's own in the interpreter: what `run_kernel` takes and refuses, and that kernels
-which order their threads as they may run without a finding."""
+"""User kernels in the interpreter: arguments of `run_kernel`, correct kernels without findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of the interpreter: warps that fall behind change no bit, and show what may hang."""
+"""Schedules of the interpreter: warps that fall behind change no bit, and reveal possible hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`interpret.launch`: kernels of anybody's own, as CUDA source, PTX or a fatbin."""
+"""`interpret.launch`: user kernels as CUDA source, PTX or a fatbin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parser of PTX: each form of the syntax by hand, the shipped kernels, what it rejects."""
+"""The parser of PTX: each form of the syntax, the shipped kernels, and rejected text."""
 
 from __future__ import annotations
 

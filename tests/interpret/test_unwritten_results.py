@@ -1,4 +1,4 @@
-"""Results hold NaN before a kernel runs, so that a store which never happens shows."""
+"""Results are NaN before a kernel runs, so that a missing store is visible."""
 
 from __future__ import annotations
 

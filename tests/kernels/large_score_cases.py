@@ -1,4 +1,4 @@
-"""Finite float16 inputs of any size, and what is owed them: a finite result, no black image.
+"""Finite float16 inputs of any size must give a finite result, and no black image.
 
 Scores past 2^27 are ones whose differences float32 hardly holds; no bound is promised of them
 (docs/MATH_REFERENCE.md, §18). But weights stay weights: every row is a mean of its values.

@@ -1,4 +1,4 @@
-"""The ways in which attention kernels have gone wrong elsewhere, a test named after each.
+"""Known faults of other attention kernels, with a test named after each kind.
 
 Issue trackers of attention libraries know twelve classes of mistakes. Here each has one test on the
 mirror and in the interpreter; what only a device can show is in `tests/gpu/test_bug_classes.py`.

@@ -128,7 +128,7 @@ def test_compiles(
 
 
 def by_default() -> Iterator[Any]:
-    """Yield what is looked through for spills: at head_dim 128 every type, every architecture.
+    """Yield the kernels that are checked for spills: at head_dim 128 every type and architecture.
 
     Types and architectures differ little in registers: of the other head sizes float16, on the
     oldest and on Hopper. A causal mask takes registers: calls without one are compiled at 128 in

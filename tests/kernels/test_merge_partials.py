@@ -143,7 +143,7 @@ def test_an_empty_call_launches_nothing() -> None:
     assert not plan.launches
 
 
-#: What is changed in the kernel, and what it does to a test.
+#: Changes of the kernel, and the effect of each on a test.
 FAULTS = {
     "the weights of another row": ("smem.weights[row][0], w1", "smem.weights[row ^ 1][0], w1"),
     "what was is not weighted": ("w0 * to_float(", "to_float("),

@@ -1,4 +1,4 @@
-"""Plans without a GPU: parameter structs, grids, access widths, offsets, what cannot be planned."""
+"""Plans without a GPU: parameter structs, grids, access widths, offsets, refused calls."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def field_of(kind: str, name: str) -> tuple[str, np.dtype[Any]]:
 
 
 def declared(mirror: Mirror) -> tuple[str, list[tuple[str, np.dtype[Any]]]]:
-    """Return the text of a struct, and its fields in order, those of its base first."""
+    """Return the text of a struct, and its fields in order, with the base's fields first."""
     found = re.search(
         rf"struct {re.escape(mirror.struct)} (?:: (\w+)(?:<(true|PREPARED)>)? )?\{{(.*?)\}};",
         code(kc.KERNELS / mirror.file),

@@ -1,4 +1,4 @@
-"""What a test of one primitive is: a tiny kernel, its arguments, what it must write."""
+"""A test of one primitive: a tiny kernel, its arguments, and the expected results."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Prim:
         return [name for name in arguments if name not in mapped]
 
     def check(self, written: Mapping[str, np.ndarray]) -> None:
-        """Compare what a run wrote with what it must write."""
+        """Compare the results of a run with the expected results."""
         slack = self.tolerance(**self.arguments()) if self.tolerance else {}
         for name, expected in self.expected(**self.arguments()).items():
             found = np.asarray(written[name]).reshape(expected.shape)

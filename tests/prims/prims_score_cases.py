@@ -1,4 +1,4 @@
-"""The cases of ``score.cuh``: which keys a row may attend to, and what scores become."""
+"""The cases of ``score.cuh``: the keys to which a row may attend, and the scores."""
 
 from __future__ import annotations
 

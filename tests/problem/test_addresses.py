@@ -144,7 +144,7 @@ def refusal(name: str, argument: str, x: np.ndarray) -> str:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_subclasses_are_refused(name: str) -> None:
-    """Masked arrays, and those that say something else of their elements."""
+    """Masked arrays, and other subclasses that change the meaning of elements."""
     ignored = r"masked array, whose mask would be ignored: pass .*mask="
     other = r"numpy\.ndarray or numpy\.memmap, got .*np\.asarray\(x\)"
     answers = [

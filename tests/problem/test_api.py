@@ -1,4 +1,4 @@
-"""`attention` and `explain` on NumPy arrays: what goes in, what comes out, what is refused."""
+"""`attention` and `explain` on NumPy arrays: arguments, results, refusals."""
 
 from __future__ import annotations
 

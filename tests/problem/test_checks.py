@@ -1,4 +1,4 @@
-"""What a call must satisfy, and what the messages say: the caller's names, the values."""
+"""Requirements on calls, and their messages with the caller's names and values."""
 
 from __future__ import annotations
 

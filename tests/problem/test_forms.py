@@ -62,7 +62,7 @@ def values_of(group: int, p_type: str, misalignment: int = 0) -> ValueCodes:
 
 
 def codes() -> Iterator[Codes | None]:
-    """Codes of every kind, and of each kind those that some form does not take."""
+    """Codes of every kind, including codes of each kind that some form does not support."""
     values = (
         None, values_of(GROUP_ALL, "u8"), values_of(GROUP_ALL, "s8"), values_of(128, "u8"),
         values_of(32, "u8"), values_of(128, "u8", 4), values_of(128, "s8"),

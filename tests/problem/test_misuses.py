@@ -1,4 +1,4 @@
-"""Misuses of public functions: each is answered by one sentence that names what is wrong."""
+"""Misuses of public functions: each raises an error of one sentence that names the problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import cupyattn as ca
 from tests.cli.test_misuses import MISUSES as OF_COMMANDS
 
-#: Calls, and how the sentence begins; names are those of `given`.
+#: Calls, and the beginning of the sentence; names are defined in `given`.
 MISUSES: dict[str, list[tuple[str, str]]] = {
     "attention": [
         ("ca.attention(q, k)", "v must be a NumPy or CuPy array, or have __dlpack__, got NoneType"),

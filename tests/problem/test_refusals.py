@@ -143,7 +143,7 @@ def test_a_backend_that_does_not_exist() -> None:
 ODD = Tiles(17, 33, 3)
 ROWS_OF_MMA = "block_q / num_warps must be a multiple of 16, the rows of an mma"
 OWN = "(tiles=None takes its own)"
-#: Options of attention, and what is said of the tiles.
+#: Options of attention, and the sentence on the tiles.
 REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
     ({"tiles": ODD}, f"fa_tc (portable) does not take {ODD}: {ROWS_OF_MMA} {OWN}"),
     (

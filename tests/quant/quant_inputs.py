@@ -1,4 +1,4 @@
-"""Operands that are hard to quantise, by name and seed; and whether what they give is a mean."""
+"""Operands that are hard to quantise, by name and seed; and a check that results are means."""
 
 from __future__ import annotations
 

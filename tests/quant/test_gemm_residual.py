@@ -114,7 +114,7 @@ def test_a_gate_of_float32_keeps_its_digits(strategy: str, out_dtype: str) -> No
 
 
 def test_residuals_amid_others() -> None:
-    """Leading axes, strides and odd addresses, NaN beside what is read."""
+    """Leading axes, strides and odd addresses, with NaN beside the numbers that are read."""
     p = product(4, (34, 33, 200), out_dtype="float16", strategy="channel", gates=2)
     residual, gate = (np.full((len(x), 70), np.nan, np.float16) for x in (p.residual, p.gate))
     residual[:, 1:34], gate[:, 3:36] = p.residual, p.gate

@@ -250,7 +250,7 @@ MISTAKES = {
 def test_a_mistake_of_the_kernel_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the interpreter, which sees hazards and what is written past the end, or by the bits."""
+    """The interpreter finds hazards and writes past the end; the bits show the rest."""
     line, instead, case_name = MISTAKES[name]
     put_a_line_in_place("linear/norm_quant.cu", line, instead, tmp_path, monkeypatch)
     try:

@@ -1,4 +1,4 @@
-"""`QuantizedQKV` of packed sequences: each is what `quantize` makes of it alone."""
+"""`QuantizedQKV` of packed sequences: each sequence equals `quantize` of it alone."""
 
 from __future__ import annotations
 

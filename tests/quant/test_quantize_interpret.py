@@ -22,7 +22,7 @@ from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support.marks import slow_unless
 
 TILES = Tiles(64, 64, 4, 2)
-#: One for each step of a launch, and those that share its code in another way.
+#: One case for each step of a launch, and cases that share its code in another way.
 CONFIGS = (
     QuantConfig(pv="int8"),
     QuantConfig("head", "head", "channel", pv="int8"),

@@ -1,5 +1,4 @@
-"""Settings that are equal in Python but of other types: what a call does with them depends on
-nothing that was called before."""
+"""Settings that are equal in Python but of other types: earlier calls do not change the result."""
 
 from __future__ import annotations
 
@@ -196,7 +195,7 @@ def test_scales_of_a_refused_call_are_not_kept() -> None:
 def test_other_scales_of_the_same_forms_are_no_other_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Numbers and arrays, of attention and of quantising; what is made keeps the caller's own."""
+    """Numbers and arrays, of attention and of quantising; results keep the caller's scales."""
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *_: None)
     monkeypatch.setattr(cupy.ndarray, "__setitem__", lambda *_: None)
     CALLS.clear()

@@ -1,4 +1,4 @@
-"""What the host does for a call on CuPy arrays, with no device: parameters, streams, refusals.
+"""The host's part of a call on CuPy arrays, without a device: parameters, streams, refusals.
 
 The arrays are CuPy's own, over memory of the host; only the driver's launch is a stand-in, which
 reads the parameters as the driver would. That kernels get the right results from them is tested in
@@ -47,7 +47,7 @@ CASES = [*((rung, "sm_90") for rung in VARIANTS), ("fa_tc", "sm_90a")]
 
 
 def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> Any:
-    """A CuPy array over memory that nobody reads or writes."""
+    """A CuPy array over memory that is never read or written."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     held = np.zeros(size + 16, np.uint8)
     start = address or held.ctypes.data + -held.ctypes.data % 16
@@ -325,7 +325,7 @@ def test_lse_mask_and_packed_sequences_arrive_too(driver: Driver) -> None:
 @pytest.mark.parametrize("form", ["atomic", "deterministic"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
 def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) -> None:
-    """The first call, and those that are remembered: each with other arrays."""
+    """The first call and remembered calls, each with other arrays."""
     deterministic = form == "deterministic"
     shapes = {"d_out": SHAPES[0], "q": SHAPES[0], "k": SHAPES[1], "v": SHAPES[2], "o": SHAPES[0]}
     for _ in range(3):

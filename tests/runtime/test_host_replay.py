@@ -1,5 +1,5 @@
-"""Calls that come again at the same addresses, with no device, as test_host_calls.py: what is
-launched, what is recorded, and what of it is launched in its place.
+"""Repeated calls at the same addresses, without a device, like test_host_calls.py: launches,
+recorded graphs, and graphs launched in their place.
 """
 
 from __future__ import annotations
