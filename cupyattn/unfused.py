@@ -173,7 +173,7 @@ class _Scores(_Step):
     name = "scores"
 
     def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Described]) -> Problem:
-        """Check queries, keys and what changes scores."""
+        """Check queries, keys and the options that change scores."""
         q, k = arrays["q"], arrays["k"]
         added: dict[str, Any] = {n: arrays[n] for n in ("mask", "bias") if n in arrays}
         check_together(**arrays)

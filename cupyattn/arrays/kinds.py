@@ -102,7 +102,8 @@ def _check_class(name: str, array: Array) -> None:
     if kind not in PLAIN and not isinstance(array, np.generic):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
-                f"{name} must hold no masked array, whose mask would be ignored: pass x.filled(0) "
+                f"{name} must not be a masked array, because its mask would be ignored: pass "
+                "x.filled(0) "
                 "or x.data, and give attention the keys that count as mask= (True: attend)"
             )
         said = f"got {kind.__module__}.{kind.__qualname__}: pass np.asarray(x)"

@@ -21,7 +21,7 @@ from cupyattn.kernels.numerics import (
 )
 from cupyattn.kernels.tiles import Tiles
 
-#: Relative error of e4m3: half a unit in the last of 4 bits, and what scaling adds.
+#: Relative error of e4m3: half a unit in the last of 4 bits, and the error of scaling.
 E4M3_RELATIVE = 2.0**-4 + 2.0**-20
 #: Largest relative distance of a tile's largest weight from the largest code, beside M's rounding.
 CODES_RELATIVE = 2.0**-19

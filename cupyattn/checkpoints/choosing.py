@@ -63,7 +63,7 @@ class Choice:
         return f"scales by {self.strategy}: {self.why}"
 
     def way_of(self, layer: str) -> Way:
-        """Return what a layer gets in a model whose layers may differ."""
+        """Return the way of a layer in a model whose layers may differ."""
         return self.layers.get(layer, Way(self.strategy, self.rotate))
 
 
@@ -74,7 +74,7 @@ def choose(
     errors: Mapping[str, Errors] | None = None,
     rotate: str | None = AUTO,
 ) -> Choice:
-    """Return what shares a scale in a model, and in its layers.
+    """Return the strategy of scales for a model, and for its layers.
 
     Parameters
     ----------
@@ -142,6 +142,6 @@ def _way(one: Errors, *, may_rotate: bool) -> Way:
 
 
 def _ratio(one: Errors, way: Way) -> float:
-    """Return the error of channels, rotated if the layer is, as a multiple of that of blocks."""
+    """Return the error of channels, rotated if the layer is, relative to the error of blocks."""
     error = one.rotated if way.rotate and one.rotated is not None else one.channel
     return error / one.block if one.block else 1.0

@@ -37,7 +37,7 @@ Settings = Mapping[str, Any]
 
 
 def settings_of(source: Source) -> dict[str, Settings]:
-    """Return what a file of ComfyUI says of its layers, by name; empty for other files.
+    """Return a ComfyUI file's settings of its layers, by name; empty for other files.
 
     Raises
     ------

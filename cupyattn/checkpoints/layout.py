@@ -53,7 +53,7 @@ def quantization_config(
     *,
     rotated: bool = False,
 ) -> dict[str, Any]:
-    """Return what ``config.json`` says of the quantisation.
+    """Return the quantisation settings in ``config.json``.
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ class Scheme:
 
     @property
     def strategy(self) -> str:
-        """Name of what shares a scale: one of `STRATEGIES`."""
+        """The strategy of scales: one of `STRATEGIES`."""
         if self.rows is None:
             return "tensor"
         if self.rows > 1:

@@ -56,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
         for row in found[accuracy]:
             table.append([accuracy, row["part"], f"{row['gain']:.2f}", _word(row, said.refusal)])
     if not found["refusal"]:
-        output.say(f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is "
-                   "that of attention: 16 bits, INT8, or INT8 with 8-bit P.V")  # fmt: skip
+        output.say(
+            f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is the "
+            "arithmetic of attention: 16 bits, INT8, or INT8 with 8-bit P.V"
+        )
         output.print_table(["accuracy", "part", "times as fast", "advice"], table)
         for line in notes(found, known):
             output.say(line)
@@ -112,7 +114,7 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     if (folder / _PIPELINE).is_file() and (model.name == _PIPELINE or not file.is_file()):
         found = sorted(f"{one.parent}" for one in folder.glob(f"transformer*/{_CONFIG}"))
         raise ValueError(
-            f"{str(folder)!r} is the folder of a pipeline: give that of a model in it, "
+            f"{str(folder)!r} is the folder of a pipeline: give the folder of a model in it, "
             f"{' or '.join(found) or 'which has a config.json'}"
         )
     if not file.is_file():

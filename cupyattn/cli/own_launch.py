@@ -63,7 +63,7 @@ def description_of(args: argparse.Namespace, options: Sequence[str]) -> Path | N
         if name.startswith("--") and not any(known.startswith(name) for known in options):
             raise ValueError(
                 f"{name} is for a rung of the ladder: arrays and numbers of a kernel in a file "
-                "stand in its .toml"
+                "are in its .toml"
             )
     return Path(args.launch) if args.launch else beside
 

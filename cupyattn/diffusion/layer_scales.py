@@ -34,7 +34,7 @@ class Calibrations(dict[str, Calibration]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibrations:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises
         ------
@@ -81,7 +81,7 @@ def calibrate(
     ValueError
         As `calibrate_quantization_scales`; also for a recording without attention.
     TypeError
-        For what is no recording.
+        If `recording` is not a recording.
 
     Examples
     --------

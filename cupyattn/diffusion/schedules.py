@@ -288,7 +288,7 @@ def compute_adaptive_scales(
     Parameters
     ----------
     sigmas : array_like, (timesteps,)
-        Noise-to-signal ratios: what `compute_sigma_schedule` returns.
+        Noise-to-signal ratios, as `compute_sigma_schedule` returns them.
     reference : float, optional
         The ratio at which the static scales were found; the middle of the schedule, its entry
         ``timesteps // 2``, when omitted.

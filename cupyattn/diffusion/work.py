@@ -71,7 +71,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
         return int(config["dim"]) // int(config["n_heads"])
     raise ValueError(
         "the configuration has none of attention_head_dim, axes_dims, and dim with n_heads: is it "
-        "that of a diffusion transformer?"
+        "the configuration of a diffusion transformer?"
     )
 
 

@@ -379,8 +379,8 @@ def _own_call(
     _check_method(method)
     if (ulysses is not None) != (method == "mixed"):
         raise ValueError(
-            f"ulysses, how many ranks exchange heads, goes with method='mixed' and must be given "
-            f"there, got method={method!r} ulysses={ulysses!r}"
+            f"ulysses, the number of ranks that exchange heads, is required by method='mixed' and "
+            f"by no other, got method={method!r} ulysses={ulysses!r}"
         )
     _check_ulysses(ulysses)
     _check_partition(settings.partition)

@@ -112,7 +112,7 @@ def backward_bound_foreign(
     Returns
     -------
     GradientBounds
-        Terms R8 to R12 of each gradient, float64; what the forward pass costs is in R8 and R9.
+        Terms R8 to R12 of each gradient, float64; errors of the forward pass are in R8 and R9.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def backward_bound_foreign(
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+        raise ValueError("numerics must be a result of cupyattn.testing.numerics")
     (d_lse,) = operands(d_lse=d_lse)
     problem = BackwardProblem.of(
         "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
@@ -325,7 +325,7 @@ def _errors(block: GradientBlock, shared: _Shared) -> _Errors:
     if f.score_type != "float32":
         most = min(most, FINITE_MAX[f.score_type])
     bad |= admitted & ~((t <= most) & (largest_dS * max(1.0, shared.sigma) <= most))
-    # NOTE: what overflows in a row may become NaN, and reach masked keys through its sums.
+    # NOTE: an overflow in a row may become NaN, and reach masked keys through its sums.
     bad = xp.broadcast_to(bad.any(axis=-1, keepdims=True), bad.shape)
     counts = admitted & ~bad
     terms, of_bias = (

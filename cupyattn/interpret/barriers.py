@@ -162,8 +162,8 @@ class Barriers:
         other = (known > 0) & (known != count) & lanes.mask
         if other.any():
             message = (
-                f"barrier {number} is to wait for {count} threads, and those that arrived before "
-                f"said {known[other][0]}"
+                f"barrier {number} is to wait for {count} threads, and earlier arrivals said "
+                f"{known[other][0]}"
             )
             machine.report("invalid operand", message, machine.lane, other)
         again = barrier.arrived & lanes.mask

@@ -200,7 +200,7 @@ class Engine:
         (reported,) = machine.mbarriers.at(np.array([barrier]), lanes)
         if not reported.visible:
             message = (
-                "the copy engine is told of an mbarrier that no fence.mbarrier_init (or "
+                "the copy engine gets an mbarrier that no fence.mbarrier_init (or "
                 "fence.proxy.async) has shown it"
             )
             machine.report("race", message, lanes, np.ones(1, np.bool_))

@@ -454,7 +454,7 @@ class _Body:
 
     def _label(self, name: str) -> None:
         if name in self._scope.labels:
-            self._text.fail(f"label {name} stands twice in one scope")
+            self._text.fail(f"label {name} is defined twice in one scope")
         self._scope.labels[name] = len(self.instructions)
 
     def _loc(self, arguments: str) -> None:

@@ -126,7 +126,7 @@ class Product:
         if isinstance(form.a, Shared) and self.a is not None:
             a = form.a.values(machine, self.a)
         elif isinstance(form.a, Shared):
-            raise TypeError("A lies in shared memory, and nobody said where")
+            raise TypeError("A is in shared memory at an unknown place")
         else:
             registers = form.a(machine, warps)
             a = form.product.rows_of_registers(registers.reshape(1, GROUP * WARP, -1))

@@ -91,7 +91,7 @@ class Splits:
         return -(-rows // (MERGE_TILES.num_warps // self.row_warps))
 
     def params(self, rows: int) -> dict[str, str | int]:
-        """Return what `cupyattn.plans.structs.SPLIT_PARAMS` packs, for the rows of a key head."""
+        """Return values for `cupyattn.plans.structs.SPLIT_PARAMS`, for the rows of a key head."""
         sizes: dict[str, str | int] = {
             "first_key": self.first, "end_key": self.end, "slice_keys": self.slice_keys,
             "parts": self.parts, "rows": rows, "row_warps": self.row_warps,

@@ -475,7 +475,7 @@ def check_bias(bias: Any, codes: Any) -> None:
 def strategy_of_layer(
     shape: tuple[int, ...], scales_shape: tuple[int, ...], rotate: str | None
 ) -> str:
-    """Return what shares a scale. A single block counts as a channel if it may be rotated."""
+    """Return the strategy of a layer. A single block counts as a channel if it may be rotated."""
     by_row = rotate is not None and tuple(scales_shape) == (shape[0], 1)
     return "channel" if by_row else strategy_of_weight(shape, scales_shape)
 

@@ -68,8 +68,8 @@ def check_one_sequence(quantized: Quantized) -> None:
     """Raise ValueError if operands are packed sequences, whose scales have another layout."""
     if quantized.cu_seqlens_q is not None:
         raise ValueError(
-            "mirror and bounds take the operands of one sequence at a time: those that "
-            "QuantizedQKV.sequences() yields"
+            "mirror and bounds take the operands of one sequence at a time: give the records of "
+            "QuantizedQKV.sequences()"
         )
 
 

@@ -108,7 +108,7 @@ def _check(z: Any, rows: Any) -> None:
         )
     if rows.dtype.name != z.out_dtype:
         raise TypeError(
-            f"q must be {z.out_dtype}, the type of what was quantised, got {rows.dtype.name}"
+            f"q must be {z.out_dtype}, the type of the quantised arrays, got {rows.dtype.name}"
         )
 
 

@@ -70,7 +70,7 @@ def check_by_row(rotate: str, strategy: str) -> None:
     if strategy == "block":
         raise UnsupportedError(
             f"rotate={rotate!r} goes with strategy='channel', got strategy={strategy!r}: rotated "
-            "rows have no outliers for blocks to hold apart"
+            "rows have no outliers that blocks could separate"
         )
 
 

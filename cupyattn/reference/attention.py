@@ -234,7 +234,7 @@ def _scaled(O: Float32, state: RowState, quantized: Quantized) -> Float32:
 def _slices(
     scores: Scores, V: Float32, n: Numerics, kernel: Kernel, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
-    """The split form: the slices of a block meet, then what blocks came to."""
+    """The split form: merge the slices of a block, then the blocks' results."""
     cut = kernel.cut
     found = [_over_keys(scores, V, n, kernel.tiles, steps, keys) for keys in cut.ranges()]
     many = cut.block_slices
@@ -315,7 +315,7 @@ def _whole_rows(
     P = round_to(P, n.p_type)  # R5
     finite = np.isfinite(V) | (scores.scoring.kept is None)
     O = P @ np.where(finite, V, np.float32(0))  # S5 output, R6
-    if not finite.all():  # what stands in dropped blocks is not read
+    if not finite.all():  # dropped blocks are not read
         for kv0 in range(0, V.shape[-2], tiles.block_kv):
             keys = slice(kv0, kv0 + tiles.block_kv)
             spoilt = np.where(finite, np.float32(0), V)[..., keys, :]

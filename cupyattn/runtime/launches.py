@@ -79,7 +79,7 @@ class ReadyLaunch:
         self.buffers = (*(name for _, name in pointers), *(m.buffer for _, m in self._maps))
 
     def _buffer(self) -> tuple[memoryview[int], int, list[int]]:
-        """Return this thread's parameters as words, their address, and what their maps describe."""
+        """Return this thread's parameters as words, their address, and the arrays of their maps."""
         import cupy
 
         # NOTE: the driver launches in the context of the thread, which a new one does not have.

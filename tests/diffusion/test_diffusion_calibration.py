@@ -175,7 +175,7 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path: Path) -> None:
         (whole[:20], "is cut short: a header"),
         (whole[:-1], "is cut short or damaged"),
         (b"\x02" + bytes(7) + b"[]", "has no safetensors header: at offset 8"),
-        (flipped, "its arrays are not those that were written"),
+        (flipped, "its arrays have changed since they were written"),
         (newer, "version 2 is later than 1"),
     ):
         path.write_bytes(content)

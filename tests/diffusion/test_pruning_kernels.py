@@ -318,7 +318,7 @@ def test_what_does_not_fit_together_says_so() -> None:
     q, k = operands((3, 2), (5, 12), 16)
     importance = np.zeros((1, 2, 12), np.float32)
     for error, message, call in (
-        (ValueError, r"the heads of k must divide those of q, got q.shape=\(1, 3, 5, 16\) k",
+        (ValueError, r"the heads of k must divide the heads of q, got q.shape=\(1, 3, 5, 16\) k",
          lambda: key_importance(q, k)),
         (ValueError, "backend must be", lambda: key_importance(k, k, backend="gpu")),
         (TypeError, "importance must be float32, got float64",

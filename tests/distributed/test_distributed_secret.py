@@ -151,7 +151,7 @@ def test_a_changed_value_is_refused() -> None:
                 wire.sendall(bytes(data).replace(b"right", b"wrong"))
 
         channel.connection = Changing()  # type: ignore[assignment]
-        with pytest.raises(RankError, match="in vain: its code is not that of what it says"):
+        with pytest.raises(RankError, match="in vain: its code does not match its message"):
             store.put("k", b"right")
         assert found.board._left == {}
         store.put("k", b"other")
@@ -187,7 +187,7 @@ def test_a_member_that_announces_too_much_is_named(monkeypatch: pytest.MonkeyPat
         stores = [store_of(found, rank) for rank in range(2)]
         with pytest.raises(RankError):
             stores[1].put("k", bytes(1001))
-        cause = "rank 1 sent what is no message of the group: .* announces 1028 bytes, at most 1"
+        cause = "rank 1 sent data that is no message of the group: .* announces 1028 bytes"
         with pytest.raises(RankError, match=cause):
             stores[0].check()
 

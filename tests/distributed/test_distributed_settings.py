@@ -472,7 +472,7 @@ def test_codes_are_refused_in_a_sentence() -> None:
         (X, ["batch"], ValueError, r"axis must be 'batch' or 'heads', got \['batch'\]"),
         (np.ones(3), "heads", ValueError, r"x must be an array \(batch, heads, ...\), got"),
         ([1.0], "batch", TypeError, "x must be"),
-        (np.ma.ones((2, 2)), "batch", TypeError, "x must hold no masked array"),
+        (np.ma.ones((2, 2)), "batch", TypeError, "x must not be a masked array"),
     ],
 )
 def test_what_cannot_be_gathered_is_told_to_all(
@@ -534,7 +534,7 @@ def test_arrays_on_the_device_of_another_rank_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(groups, "device_of", lambda _: 1)
     attend(own)
     monkeypatch.setattr(groups, "device_of", lambda _: 0)
-    message = "must lie on device 1, that of rank 0, got device 0: make it in 'with group.on_dev"
+    message = "must lie on device 1, the device of rank 0, got device 0: make it in"
     with pytest.raises(ValueError, match=f"^q {message}"):
         attend(own, causal=True)
     with pytest.raises(ValueError, match=f"^x {message}"):

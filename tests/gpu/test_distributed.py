@@ -240,7 +240,7 @@ def test_arrays_on_the_device_of_another_rank_are_refused() -> None:
         with cupy.cuda.Device(0):
             x = cupy.ones((1, 2, 64, 64), "float16")
         expected = distributed.RankError if group.device == 0 else ValueError
-        with pytest.raises(expected, match="q must lie on device 1, that of rank 1, got device 0"):
+        with pytest.raises(expected, match="q must lie on device 1, the device of rank 1"):
             distributed.parallel_attention(x, x, x, group)
 
     distributed.run(on_rank, devices(2), timeout=30)

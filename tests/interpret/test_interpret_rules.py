@@ -102,7 +102,7 @@ BARRIERS = [
   if (i < 32) {SYNC.format(1, "x[0] + 63")}
   else if (i < 64) {SYNC.format(1, "x[0] + 95")}  // wrong
   else if (i < 64) {SYNC.format(1, "x[0] + 63")}  // right
-""", "invalid operand", "barrier 1 is to wait for 96 threads, and those that arrived before said "
+""", "invalid operand", "barrier 1 is to wait for 96 threads, and earlier arrivals said "
          "64", block=96),
     Rule("lanes of a warp at two barriers", f"""
   {SYNC.format("x[i] % 2", 64)}  // wrong

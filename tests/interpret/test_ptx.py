@@ -281,7 +281,7 @@ def test_debug_sections_are_passed_over() -> None:
         ("ret;\nbra $L__BB0_7;\nret;", 9, "there is no label '$L__BB0_7'"),
         ("{ inner: ret; }\nbra inner;", 9, "there is no label 'inner'"),
         ("bra;", 8, "there is no label ''"),
-        ("a: ret;\na: ret;", 9, "label a stands twice in one scope"),
+        ("a: ret;\na: ret;", 9, "label a is defined twice in one scope"),
         ("@%r1 ret;", 8, "%r1 is no declared predicate"),
         ("@%q ret;", 8, "%q is no declared predicate"),
         ("ret;\n?! what;\nret;", 9, "this is no instruction"),

@@ -197,7 +197,7 @@ def test_misaligned_arrays_come_in_by_dlpack() -> None:
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_of_masked_arrays_are_refused(kind: Any) -> None:
     sigmas = kind(np.ma.MaskedArray([8.0, 2.0, 0.5], mask=[False, True, False]))
-    with pytest.raises(TypeError, match="sigmas must hold no masked array"):
+    with pytest.raises(TypeError, match="sigmas must not be a masked array"):
         ca.compute_adaptive_scales(sigmas)
 
 
