@@ -78,7 +78,9 @@ def from_torch(
     RankError
         If a rank does not come within the timeout.
 
-    Notes ----- Trust equals that in torch's group, whose store and connections have no
+    Notes
+    -----
+    Trust equals that in torch's group, whose store and connections have no
     authentication. Where a device waits for arrays of a rank that has failed, the process group is
     aborted.
     """

@@ -143,7 +143,9 @@ class Break(Observer):
         Called with a `Stop` each time a group of lanes has run adjacent instructions of that line,
         or of code inlined into it. An exception ends the run.
 
-    Notes ----- The compiler spreads a line over the code, so one line may mean several stops.
+    Notes
+    -----
+    The compiler spreads a line over the code, so one line may mean several stops.
     Branches and barriers end a stop; a stop at a barrier is the arrival there.
     """
 

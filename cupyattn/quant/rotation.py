@@ -99,7 +99,9 @@ def turned(x: Array, group: int) -> Array:
     group : int
         One of `GROUPS`, which divides the channels.
 
-    Notes ----- Numbers get their signs. Then butterflies ``x + y``, ``x - y`` combine pairs whose
+    Notes
+    -----
+    Numbers get their signs. Then butterflies ``x + y``, ``x - y`` combine pairs whose
     places in the group differ in one bit, from the lowest bit on. Channel c has the place ``8 (c
     // s) + c % 8`` in its group, where ``s = 8 channels / group``.
     """
