@@ -50,7 +50,7 @@ HOUSE: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-#: What stands in no folder.
+#: Files that are in no folder.
 FLAT = {
     "errors", "files", "switches", "version", "lazy_face", "unfused", "distributions",
     "strategies", "__main__",
@@ -351,7 +351,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
 
 
 def depth(node: ast.AST) -> int:
-    """How many blocks of a function lie within one another."""
+    """Return the depth of nested blocks of a function."""
     blocks = ast.If | ast.For | ast.While | ast.With | ast.Try
     return max(
         (depth(child) + isinstance(child, blocks) for child in ast.iter_child_nodes(node)),
@@ -375,7 +375,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def test_an_option_of_a_call_is_written_once() -> None:
-    """What asks for more than attention does holds its settings, and says no option again."""
+    """Functions with more arguments than attention contain its settings, and repeat no option."""
     assert [module for module, node in classes() if node.name == "Settings"] == [
         "cupyattn.problem.settings"
     ]

@@ -27,9 +27,9 @@ from tests.support.runs import (
     rope_tables,
 )
 
-#: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
+#: Arguments of `cupyattn.attention_backward`: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
-#: By the option of `attention_backward`.
+#: Values by the option of `attention_backward`.
 FORMS = {"atomic": False, "deterministic": True}
 #: The same of Hopper, where these are compiled for it.
 HOPPER_FORMS = {f"sm90_{name}": deterministic for name, deterministic in FORMS.items()}

@@ -262,7 +262,7 @@ def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
     assert one.gradients.dq.dtype == STORAGE["float16"]
 
 
-#: Of q and k: one without rows, one without keys, one longer than a block of either.
+#: Lengths of q and k: one without rows, one without keys, one longer than a block of either.
 PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
 
 

@@ -204,7 +204,7 @@ def test_the_guard_of_whole_numbers(name: str, length: int) -> None:
 @pytest.mark.parametrize("kind", ["normal", "one sign", "one sign of a channel", "spread"])
 @pytest.mark.parametrize("name", FLOATS)
 def test_sums_that_are_cut_off(name: str, kind: str) -> None:
-    """As tensor cores add 8-bit floats: 32 products at a time, 13 bits, toward zero; or exactly."""
+    """Tensor cores add 8-bit floats 32 products at a time, in 13 bits, toward zero; or exactly."""
     q, k, v = drawn("normal", 600, dtype="float32")
     if kind == "one sign":
         v = np.abs(v)

@@ -96,7 +96,7 @@ def test_a_code_without_a_counterpart_is_kept() -> None:
 
 @pytest.mark.frameworks
 def test_a_model_runs_on_the_codes(tmp_path: Path) -> None:
-    """As comfy-kitchen computes: rows rotated, codes by row, whole sums, scales at the end."""
+    """comfy-kitchen rotates rows, makes codes by row, sums integers, and scales at the end."""
     torch = pytest.importorskip("torch")
     from cupyattn.interop.torch import load_int8
     from cupyattn.interop.torch.writing import write_int8

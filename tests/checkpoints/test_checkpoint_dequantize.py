@@ -96,7 +96,7 @@ def test_a_model_without_int8_layers_comes_back(tmp_path: Path, dtype: Any, expo
 
 
 def test_a_configuration_of_no_layers_comes_back(tmp_path: Path) -> None:
-    """What earlier versions wrote where no layer became INT8: a group without targets."""
+    """Earlier versions wrote a group without targets if no layer became INT8."""
     convert(source(tmp_path / "model"), tmp_path / "int8", Int8Config(min_elements_for_int8=10**9))
     config = layout.quantization_config("compressed-tensors", 128, [], [])
     (tmp_path / "int8" / "config.json").write_text(json.dumps({"quantization_config": config}))

@@ -102,7 +102,7 @@ def test_a_file_that_does_not_fit_says_what_to_do(
 
 
 def test_an_empty_name_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a variable of the shell that is not set."""
+    """An unset variable of the shell gives an empty name."""
     assert cli.main(["ladder", "--qkv", ""]) == 2
     said = "--qkv must name a .npz or .safetensors file, got an empty name"
     assert said in capsys.readouterr().err

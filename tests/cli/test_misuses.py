@@ -194,7 +194,7 @@ def test_a_misuse_is_answered_by_one_line(
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-#: What a command takes beside the flag that is tried.
+#: Arguments of a command beside the tested flag.
 BESIDE = {
     "ladder": "--variants fa", "ablate": "rungs", "compare": "a.json a.json",
     "verify": "fa --distribution normal --dtype float16", "profile": "fa", "interpret": "fa",

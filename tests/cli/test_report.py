@@ -18,7 +18,7 @@ VOID = {"meta", "rect", "line", "br"}
 
 
 class Page(HTMLParser):
-    """What a page is made of; `open` is empty where every element has ended in its turn."""
+    """The parts of a page; `open` is empty if every element has ended in its turn."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -205,7 +205,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch) -> 
 
 
 def test_codes_of_four_bits_have_scales_of_their_own() -> None:
-    """What code 127 stood for is code 7."""
+    """The value of code 127 becomes code 7."""
     data = batches(2)
     found = calibrate(data, 100)
     eight, four = (

@@ -217,7 +217,7 @@ def test_codes_with_the_mean_of_all_keys(dtype: Any, quant: Any, spared: bool) -
 
 
 def test_a_sum_that_is_not_finite_takes_no_mean() -> None:
-    """Of the columns that share a row with its own; no other head knows of it."""
+    """It affects the columns that share a row with its own; no other head is affected."""
     q, k = operands((2, 2), (8, 60), 40)
     k[0, 0, 7, 3] = np.inf
     with np.errstate(invalid="ignore"):

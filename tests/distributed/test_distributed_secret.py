@@ -175,7 +175,7 @@ def test_half_a_message_ends_in_time() -> None:
 
 
 def test_a_member_that_announces_too_much_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as it hears of its refusal: a board that is slow to note it delays the answer."""
+    """It is named as soon as it gets the refusal; a slow board delays the answer."""
     with server(2, value=1000) as found:
         note = found.board.fail
 
@@ -295,7 +295,7 @@ def test_rubbish_of_a_member_is_told_with_its_rank() -> None:
 
 
 def joined(given: list[dict[str, Any]], timeout: float = 20) -> list[Any]:
-    """What ranks come to, each in a thread, connected with these options."""
+    """Return the results of ranks, each in a thread, connected with these options."""
     address, found = f"localhost:{free_port()}", [None] * len(given)
 
     def on_rank(rank: int) -> None:

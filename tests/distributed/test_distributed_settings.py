@@ -187,7 +187,7 @@ def test_codes_of_no_keys_that_cannot_be_made_leave_a_group() -> None:
 
 
 def test_a_refusal_on_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where devices are of several kinds: a kernel may take the call on some of them."""
+    """With devices of several kinds, a kernel may support the call on only some of them."""
     check = Calls.check
 
     def check_here(self: Any, blocks: Any, q: Any, k: Any, v: Any) -> None:
@@ -390,7 +390,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 
 
 def test_numbers_of_numpy_reach_a_store_of_processes() -> None:
-    """Which carries JSON: a rank that fails is told to the others, a timeout is understood."""
+    """The store carries JSON: the others learn of a failed rank, and a timeout is understood."""
     server = TcpServer(2, ("localhost", 0), secret=b"a secret of these tests")
     found: list[Any] = [None, None]
 

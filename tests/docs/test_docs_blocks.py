@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(code: Block, page: Path, names: dict[str, object]) -> str:
-    """What a block prints; an exception that ends it is the last line."""
+    """Return the output of a block; an exception that ends it is the last line."""
     printed = io.StringIO()
     # Empty lines before it: a traceback that comes through names the line of the page.
     compiled = compile("\n" * code.line + code.body, str(page), "exec")

@@ -15,7 +15,7 @@ import cupyattn as ca
 
 ROOT = Path(__file__).parents[2]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-#: What a module needs that only extras install, by how its name begins.
+#: Libraries of extras that a module needs, by the beginning of its name.
 NEEDS = {
     "cupyattn.interop.torch": "torch", "cupyattn.interop.jax": "jax",
     "cupyattn.interop.diffusers": "diffusers", "cupyattn.interop.restoring": "torch",

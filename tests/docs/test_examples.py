@@ -35,7 +35,7 @@ SCRIPTS = {
 }  # fmt: skip
 #: Needs a device: tests/gpu/test_examples.py.
 ON_DEVICE = {"cupy_script"}
-#: What a script says where a library is missing, by that library.
+#: The message of a script if a library is missing, by library.
 WITHOUT = {
     ("cupy_script", "cupy"): "cupy_script.py needs a CUDA device: CuPy is not installed",
     ("torch_module", "torch"): "torch_module.py needs torch: pip install torch",

@@ -14,7 +14,7 @@ from docs import build_site
 from docs.write_api import MODULES, find, public
 
 ROOT = Path(__file__).parents[2]
-#: What setup.cfg's extra `docs` brings, and the frameworks whose modules have pages.
+#: Packages of setup.cfg's extra `docs`, and the frameworks whose modules have pages.
 NEEDED = ("sphinx", "myst_parser", "numpydoc", "pydata_sphinx_theme", "torch", "jax", "diffusers")
 PAGE_LINK = re.compile(r"\]\(([^)\s]+)\)")
 

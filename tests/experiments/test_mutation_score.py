@@ -76,7 +76,7 @@ def test_a_call_that_does_not_end_is_stopped(known: Baseline, monkeypatch: Any) 
 
 
 def test_a_fault_has_so_many_seconds(known: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no call has noticed by then counts as survived, though a later one would notice it."""
+    """A fault that no call has noticed by then counts as survived."""
     says_nothing = replace(known.calls[0], run=str, seconds=0.0)
     slow = replace(known, calls=(says_nothing, *known.calls))
     after = PART.strip().replace("x * 3.0f", "x")

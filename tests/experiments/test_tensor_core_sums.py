@@ -124,7 +124,7 @@ def test_the_model_cuts_toward_zero() -> None:
 
 @pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda one: one.entry)
 def test_the_interpreter_adds_exactly_and_cuts_once(instruction: Instruction) -> None:
-    """So the kernels bring every addend to its place, and the probes read what they should."""
+    """So the kernels bring every addend to its place, and the probes read the right sums."""
     a, b, c = drawn(instruction, 12, seed=0)
     sums = instruction.sums(a, b, c, "interpret")
     exact = (a * b).sum(axis=1) + c

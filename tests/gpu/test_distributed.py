@@ -32,7 +32,7 @@ from tests.support.runs import bits, normal
 cupy = pytest.importorskip("cupy")
 
 ROOT = Path(__file__).parents[2]
-#: Of two and of four devices.
+#: Meshes of two and of four devices.
 MESHES = [Mesh(2, 2), Mesh(2, 1), Mesh(4, 4), Mesh(4, 1), Mesh(4, 2)]
 
 

@@ -190,7 +190,7 @@ def test_a_block_mask_is_a_mask(rung: str, dtype: str) -> None:
         assert_same(masked, run(rung, (q, k, v), block_mask=on_its_device, **options))
 
 
-#: What the Hopper forms are asked for, that no key has a say in what becomes of others.
+#: Options for the Hopper forms in which no key influences others.
 WITHOUT_MEANS = {
     "fa_tc@sm90": {},
     "fa_int8@sm90": {"quant": QuantConfig(smooth_k=False)},

@@ -22,7 +22,7 @@ from tests.quant.quant_inputs import operand
 from tests.quant.test_gemm_channel import activations, by_channel
 
 FORMS = ("portable", "sm90")
-#: Of the portable form, on devices that have clusters.
+#: Tiles of the portable form, on devices that have clusters.
 SHARED = (GemmTiles(32, 64, 4, 6, splits=2), GemmTiles(16, 128, 4, 6, splits=4))
 CELLS = [
     *(("portable", tiles) for tiles in PORTABLE_TILES),

@@ -231,7 +231,7 @@ _COUNTED = (
 )
 _WITHOUT_KEYS = "number >= keys.end ? ", "number >= keys.end ? 0 * ", AssertionError
 _WITHOUT_KEYS_OF_CODES = "!kept ? ", "!kept ? 0 * ", AssertionError
-#: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
+#: Faults: (text of the kernel, its replacement, the sign of the fault).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
         "kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",

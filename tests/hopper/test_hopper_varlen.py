@@ -257,7 +257,7 @@ def test_neighbours_have_no_influence(rung: str, options: dict[str, Any]) -> Non
 
 
 def test_no_column_past_head_dim_is_written() -> None:
-    """Of the rows that do not go through the copy engine."""
+    """This tests rows that are not stored by the copy engine."""
     (q, k, v), ends = packed(((5, 9), (17, 7)), 2, 1, head_dim=40)
     buffer = np.full_like(q, np.nan)
     out = buffer[..., :36]
@@ -317,7 +317,7 @@ def test_what_is_turned_before_stays_in_the_hopper_form() -> None:
 
 
 def test_tiles_follow_the_mean_of_the_lengths_and_no_limit() -> None:
-    """So that limits that a caller knows beforehand change no bit."""
+    """Therefore limits that a caller gives change no bit."""
     inputs, ends = packed(((2, 500),) * 7 + ((1010, 500),), 1, 1, 128)
     for limits in ({}, {"max_len_q": 1010, "max_len_k": 500}, {"max_len_q": 9999}):
         assert planned(inputs, ends, **limits).tiles.block_q == 128

@@ -265,7 +265,7 @@ def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, m
     ],
 )  # fmt: skip
 def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, varlen: bool) -> None:
-    """What goes with rows and keys leaves shared memory as late as it can."""
+    """Data of rows and keys leaves shared memory as late as possible."""
     variant = lookup("fa_int8")
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=varlen, zero_points=True)

@@ -364,7 +364,7 @@ def test_what_sigmas_mean_is_known_or_refused() -> None:
 
 
 def test_a_step_reads_nothing_from_a_tensor() -> None:
-    """So that none is waited for; the list of a run is read once."""
+    """No step waits for a device; the list of a run is read once."""
     seen: list[str] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -385,7 +385,7 @@ def test_a_step_reads_nothing_from_a_tensor() -> None:
 
 
 def test_a_run_may_begin_later() -> None:
-    """As from an image, where the scheduler is told its first step."""
+    """From an image, for example, the scheduler gets its first step."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(4)
     scheduler.set_begin_index(2)

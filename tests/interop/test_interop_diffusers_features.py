@@ -37,7 +37,7 @@ from tests.interop.test_interop_diffusers_compiled import (  # noqa: E402
 
 HEADS, HEAD_DIM, STEPS = 2, 16, 4
 HOST = "diffusers_layer"
-#: So that INT8 runs, and not the fastest rung of a class.
+#: A configuration, so that INT8 runs and not the fastest rung of a class.
 PLAIN = ca.QuantConfig()
 
 

@@ -104,7 +104,7 @@ def test_what_the_arguments_say_is_done(options: dict[str, Any]) -> None:
 def test_jit_takes_mask_bias_and_softcap(
     variant: str, bias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As operands of one compiled call; a mask of keys arrives with one row for all queries."""
+    """They are operands of one compiled call; a mask of keys has one row for all queries."""
     shapes: list[tuple[int, ...]] = []
     own = functional.api.attention
 
@@ -172,7 +172,7 @@ def test_another_interface_of_xla_is_refused(tmp_path: Path) -> None:
 
 
 def mapped(function: Callable[..., Any], arrays: list[Any], axes: tuple[Any, ...]) -> list[Any]:
-    """What `jax.vmap` promises: the function of each entry, stacked."""
+    """The definition of `jax.vmap`: the function of each entry, stacked."""
     size = next(x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None)
     entries = (
         [

@@ -248,7 +248,7 @@ def test_what_replacing_refuses(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_replaced_already_are_named() -> None:
-    """As for attention, also where other linear layers of the model were kept."""
+    """As for attention, they are named even if other linear layers of the model were kept."""
     module = model("float32")
     handle = interop.replace_linear_with_int8(module, backend="mirror")
     assert handle.kept

@@ -137,7 +137,7 @@ def test_int8_attention_is_that_of_arrays(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_straight_through(name: str) -> None:
-    """Those of the backward kernels for the O and lse of the mode that ran."""
+    """They equal the backward kernels' gradients for the O and lse of the mode that ran."""
     options, call = CALLS[name]
     module, arrays = layer(**options), inputs()
     rng = np.random.default_rng(1)

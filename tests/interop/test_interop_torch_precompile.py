@@ -27,7 +27,7 @@ FORMS = {
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is begun on a device of compute capability 9.0; nothing is compiled."""
+    """Return the begun modules on a device of compute capability 9.0; nothing is compiled."""
     found: list[Any] = []
     monkeypatch.setattr(ahead, "begin", found.extend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -35,7 +35,7 @@ HELD: list[torch.Tensor] = []
 
 
 def gathered(value: Any) -> list[Any]:
-    """What all ranks have."""
+    """Gather the values of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

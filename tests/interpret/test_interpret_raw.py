@@ -45,7 +45,7 @@ def test_arguments_of_every_kind(tmp_path: Path) -> None:
 
 
 def on_gpu() -> Any:
-    """What CuPy's arrays show of themselves."""
+    """The interface of CuPy's arrays."""
     return SimpleNamespace(__dlpack__=None, __cuda_array_interface__={}, dtype=np.dtype(np.int32))
 
 

@@ -204,7 +204,7 @@ def test_lanes_of_a_warp_arrive_in_one_phase(tmp_path: Path) -> None:
 
 
 def test_warps_arrive_in_phases_of_their_own(tmp_path: Path) -> None:
-    """Which of them is first does not matter where each is one arrival."""
+    """Their order does not matter if each is one arrival."""
     body = TWO_PHASES.text(right=True).replace("(i == 0) asm volatile(\"mbarrier.arrive",
                                                "(i % 32 == 0) asm volatile(\"mbarrier.arrive")
     body = body.replace("p, [%0], 0;", "p, [%0], 1;")

@@ -415,7 +415,7 @@ def written(operand: Operand) -> str:
 
 
 def rewritten(instruction: Instruction, labels: dict[int, set[str]]) -> set[str]:
-    """What an instruction may look like without blanks: a label has several names."""
+    """Forms of an instruction without blanks: a label has several names."""
     guard = f"@{'!' * instruction.negated}{written(instruction.predicate)}" \
         if instruction.predicate else ""  # fmt: skip
     head = guard + instruction.name
@@ -438,7 +438,7 @@ def test_every_instruction_reads_back_as_it_was_written(source: str, arch: str) 
 
 @every_kernel
 def test_no_statement_is_lost(source: str, arch: str) -> None:
-    """As many instructions as semicolons that end no directive, and every entry of the text."""
+    """There are as many instructions as semicolons that end no directive, and all entries."""
     text, module = shipped(source, arch)
     text = re.sub(r"//[^\n]*", "", text)
     entries = re.findall(r"\.entry (\w+)", text)

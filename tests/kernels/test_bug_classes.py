@@ -207,7 +207,7 @@ def test_7_missing_barriers(
 LEAST_OPTIMISED = "--ptxas-options=-O1"
 
 
-#: Of each family one form that is built so among the quick tests.
+#: One form of each family that is built so in the quick tests.
 REBUILT = (("fa", "portable"), ("fa_tc", "sm90"), ("fa_int8", "portable"))
 
 

@@ -164,7 +164,7 @@ def test_default_tiles_spill_nothing(
         assert spilled <= allowed, f"{entry} for {arch} takes {taken}: {spec}"
 
 
-#: What is compiled at once of `test_own_lengths_spill_nothing`: packed sequences, and a mask.
+#: Cases of `test_own_lengths_spill_nothing` that compile at once: packed sequences, and a mask.
 AT_ONCE = ("varlen", True)
 #: Forms of which all packed sequences are left to the slow tests.
 SELDOM = {
@@ -251,7 +251,7 @@ def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> No
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
-    """What lengths that leave wide steps empty have in their place."""
+    """These steps replace wide steps for lengths that would leave them empty."""
     variant, form = VARIANTS["fa_int8"], "sm90_pv8"
     for head_dim in variant.forms[form].tiles.other:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)

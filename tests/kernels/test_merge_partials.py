@@ -39,7 +39,7 @@ def parts_of(
 
 
 def exactly(parts: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> Expected:
-    """What they come to, each taken for exact."""
+    """Merge the partial results, each taken as exact."""
     zeros = [(np.zeros(o.shape), np.zeros(lse.shape)) for o, lse in parts]
     return merged(
         [

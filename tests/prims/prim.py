@@ -73,13 +73,13 @@ class Prim:
 
     @property
     def spec(self) -> ModuleSpec:
-        """What to compile."""
+        """The module to compile."""
         stem = self.header if self.header.startswith("ptx_") else f"prims_{self.header}"
         return ModuleSpec(FOLDER / f"{stem}.cu", self.defines)
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What it is compiled for in the tests."""
+        """Architectures for which the tests compile it."""
         if self.hopper:
             return ("sm_90a",)
         return tuple(dict.fromkeys((f"sm_{self.since}", "sm_90")))

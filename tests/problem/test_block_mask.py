@@ -246,7 +246,7 @@ def test_all_none_and_one_block(rung: str, name: str, backend: str) -> None:
         assert bits(masked.o) == bits(plain.o) and bits(masked.lse) == bits(plain.lse)
 
 
-#: What a block mask combines with, by name.
+#: Options combined with a block mask, by name.
 OTHERS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (70, 0)},

@@ -16,7 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.problem.borrowed_names import NOT_OFFERED
 
 X = np.random.default_rng(0).normal(size=(1, 1, 4, 8)).astype(np.float16)
-#: What has to be in the sentence, by names of other libraries.
+#: Text that the sentence must contain, by names of other libraries.
 SENTENCES = {
     "query key value": "q=, k= and v=",
     "dropout dropout_p p dropout_rate dropout_rng dropout_seed attention_dropout training": (

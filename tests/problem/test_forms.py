@@ -91,7 +91,7 @@ OFFERS = offers()
 
 
 def test_every_kernel_of_attention_is_in_one_row() -> None:
-    """What the folders hold that have no row: kernels of other operations."""
+    """The folders also have kernels of other operations, which have no row."""
     sources = Counter(KERNELS / form.source for form in ROWS.values())
     assert sources == Counter(KERNELS.rglob("attn_*.cu"))
     folders = {Path("."), Path("forms"), Path("forms/split"), Path("sm90")}

@@ -415,7 +415,7 @@ def test_a_registered_kernel_has_its_own_contracts_on_the_mirror(tmp_path: Path)
 
 
 def test_every_default_of_the_ladder_holds_its_contracts() -> None:
-    """What `tests/kernels/test_kernels_compile.py` compiles is not refused beforehand."""
+    """Kernels compiled by `tests/kernels/test_kernels_compile.py` are not refused beforehand."""
     for variant in VARIANTS.values():
         for limit, tiles in variant.tiles.items():
             defines = {**tiles.defines(), "CFG_HEAD_DIM": limit}

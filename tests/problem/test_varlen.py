@@ -217,7 +217,7 @@ def test_within_the_bound(rung: str) -> None:
 
 @pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_neighbours_have_no_influence(rung: str) -> None:
-    """What precedes and follows a sequence is NaN, and so is all beside the packed rows."""
+    """Rows before and after a sequence are NaN, and so is everything beside the packed rows."""
     (q, k, v), ends = packed(((3, 2), (37, 41), (4, 5)), 2, 1, head_dim=32)
     rows, keys = slice(3, 40), slice(2, 43)
     spoilt = []
@@ -266,7 +266,7 @@ def test_every_kind_of_array_that_holds_the_offsets() -> None:
 def test_limits_of_a_sequence_are_those_of_its_lengths(
     lengths: tuple[int, int, int, int], left: int, right: int, causal: bool, align: str
 ) -> None:
-    """What the kernel makes of the limits of the longest lengths (prims/io/varlen.cuh)."""
+    """The kernel derives them from the limits of the longest lengths (prims/io/varlen.cuh)."""
     (len_q, longest_q), (len_kv, longest_kv) = sorted(lengths[:2]), sorted(lengths[2:])
     options = {"causal": causal, "causal_align": align, "window": (left, right)}
     first, last = check_limits(causal, align, (left, right), longest_q, longest_kv)

@@ -33,7 +33,7 @@ SHAPES = (
     GemmTiles(block_m=16, block_n=256, num_warps=4, num_stages=2),
 )
 
-#: Of the Hopper form.
+#: Tiles of the Hopper form.
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 # ---- what it is ----------------------------------------------------------------------------------

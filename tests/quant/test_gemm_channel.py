@@ -31,7 +31,7 @@ from tests.support.marks import slow, slow_unless
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
-#: As it is taken for many rows, but for the stages.
+#: Tiles for many rows, except for the stages.
 LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
 #: Tiles that blocks share: all tiles, or the tiles of the last wave.
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)

@@ -156,7 +156,7 @@ def test_without_steps_it_is_act_quant() -> None:
 def test_a_number_that_is_not_finite_poisons_its_row_alone(
     value: float, rotate: str | None, backend: str
 ) -> None:
-    """So does one whose square is not: never finite garbage."""
+    """A number whose square is not finite does the same: results are never finite but wrong."""
     x = np.random.default_rng(7).standard_normal((3, 256)).astype(np.float32)
     clean = ca.norm_quant(x, norm="rms", rotate=rotate)
     x[1, 9] = value

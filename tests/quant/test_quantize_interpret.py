@@ -143,7 +143,7 @@ def test_packed_sequences_without_rows_and_of_several_slices() -> None:
 def test_codes_before_the_sums_of_their_head_are_a_race(
     file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for whom is seen to be needed: without it the interpreter has a finding."""
+    """The wait is necessary: without it the interpreter has a finding."""
     changed = Path(shutil.copytree(KERNELS, tmp_path / "kernels")) / file
     lines = changed.read_text().splitlines()
     (number,) = (i for i, text in enumerate(lines) if text.startswith(line))

@@ -25,7 +25,7 @@ from tests.runtime.test_host_calls import SHAPES, Driver, array, driver  # noqa:
 
 cupy = pytest.importorskip("cupy")
 
-#: By setting: a value, and one that is equal to it and refused.
+#: For each setting a value, and an equal value that is refused.
 REFUSED: dict[str, tuple[Any, Any]] = {
     "causal": (True, 1), "return_lse": (False, 0), "check_finite": (False, 0.0),
     "rope_interleaved": (False, 0), "window": ((3, 1), (3.0, 1.0)), "scale": (1.0, 1 + 0j),
@@ -76,7 +76,7 @@ CALLS_BY_NAME: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, Any]]]] 
 
 
 def outcome(call: Callable[..., Any], **options: Any) -> str:
-    """What a call raises, or how many arrays it returns."""
+    """Return the exception of a call, or the number of its results."""
     try:
         found = call(**options)
     except (TypeError, ValueError) as error:
@@ -148,7 +148,7 @@ def test_threads_get_the_same_settings() -> None:
 
 
 class Odd:
-    """What is no number, and can be seen to go."""
+    """An object that is no number, whose deletion can be observed."""
 
 
 def is_dropped(make: Callable[[], Any], call: Callable[[Any], Any]) -> bool:

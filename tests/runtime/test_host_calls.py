@@ -57,8 +57,8 @@ def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> A
 
 @dataclass
 class Done:
-    """What was launched: kernel, stream, its parameters' bytes; and what was filled: address, with
-    what, bytes, stream.
+    """Records of launches (kernel, stream, bytes of parameters) and of fills (address, value,
+    bytes, stream).
     """
 
     launches: list[tuple[str, int, list[bytes]]] = field(default_factory=list)
@@ -162,7 +162,7 @@ def encoded(address: int, *_: Any) -> np.ndarray:
 
 
 def check(driver: Driver, made: list[Plan], known: dict[str, Any]) -> None:
-    """What was launched are the plans' launches, with the addresses of the arrays known."""
+    """Assert that the launches are the plans' launches with the arrays' addresses."""
     expected = [one for p in made for one in p.launches]
     assert [entry for entry, *_ in driver.launches] == [one.entry for one in expected]
     for (_, stream, values), one in zip(driver.launches, expected, strict=True):
@@ -448,7 +448,7 @@ def test_a_v_that_is_converted_is_found_again(
 
 
 def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> None:
-    """What has to be zero lies in front, where one fill reaches it and nothing else."""
+    """Memory that must be zero comes first, where one fill reaches only that."""
     inputs = [array(s) for s in SHAPES]
     quant = QuantConfig(granularity_k="tensor")
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}
