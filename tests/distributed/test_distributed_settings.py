@@ -472,7 +472,7 @@ def test_codes_are_refused_in_a_sentence() -> None:
         (X, ["batch"], ValueError, r"axis must be 'batch' or 'heads', got \['batch'\]"),
         (np.ones(3), "heads", ValueError, r"x must be an array \(batch, heads, ...\), got"),
         ([1.0], "batch", TypeError, "x must be"),
-        (np.ma.ones((2, 2)), "batch", TypeError, "x must not be a masked array"),
+        (np.ma.ones((2, 2)), "batch", TypeError, "x must not be masked"),
     ],
 )
 def test_what_cannot_be_gathered_is_told_to_all(

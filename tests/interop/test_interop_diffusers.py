@@ -595,5 +595,5 @@ def test_the_examples_of_the_page_run(
 
 def test_masked_values_of_a_scheduler_are_refused() -> None:
     noise = importlib.import_module("cupyattn.interop.diffusers.noise")
-    with pytest.raises(TypeError, match="scheduler's values must not be a masked array"):
+    with pytest.raises(TypeError, match="scheduler's values must not be masked"):
         noise._on_host(np.ma.MaskedArray([1.0, 2.0], mask=[True, False]))

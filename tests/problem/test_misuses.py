@@ -36,7 +36,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, None)", "v must be a NumPy or CuPy array, or have __dlpack__, got"),
         ("ca.attention('q', k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got str"),
         ("ca.attention(None, k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got"),
-        ("ca.attention(np.ma.array(q), k, v)", "q must not be a masked array, because its mask"),
+        ("ca.attention(np.ma.array(q), k, v)", "q must not be masked, because the mask"),
         ("ca.attention(q.astype('>f2'), k, v)", "q must be in this machine's byte order, got"),
         (
             "ca.attention(q.repeat(40, 3), k.repeat(40, 3), v.repeat(40, 3))",

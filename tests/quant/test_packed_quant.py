@@ -212,7 +212,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         (lambda: attention_mirror(z, variant="fa_int8"), ValueError, "one sequence at a time"),
         (
             lambda: bounds.attention(None, None, None, variant="fa_int8", quantized=z), ValueError,
-            "one sequence at a time: give the records of QuantizedQKV.sequences() yields",
+            "one sequence at a time: give the records of QuantizedQKV.sequences()",
         ),
         (lambda: replace(z, max_len_q=19), ValueError, "max_len_q=19 is less than the longest"),
         (lambda: replace(z, cu_seqlens_k=None), ValueError, "go together, got max_len_q=20"),
