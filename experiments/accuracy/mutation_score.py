@@ -163,13 +163,24 @@ def fast_code(module: Module) -> str:
     later modules of this one.
     """
     if os.getpid() not in _FAST_COMPILERS:
-        _FAST_COMPILERS[os.getpid()] = ProcessPoolExecutor(1, mp_context=FORK)
-    pool = _FAST_COMPILERS[os.getpid()]
-    return pool.submit(_fast_code, module, compiler.KERNELS).result()
+        here, there = FORK.Pipe()
+        FORK.Process(target=_compile_fast, args=(here, there), daemon=True).start()
+        there.close()
+        _FAST_COMPILERS[os.getpid()] = here
+    pipe = _FAST_COMPILERS[os.getpid()]
+    pipe.send((module, compiler.KERNELS))
+    return str(pipe.recv())
 
 
-#: The process that compiles with few optimisations, of each process.
-_FAST_COMPILERS: dict[int, ProcessPoolExecutor] = {}
+#: The pipe to the process that compiles with few optimisations, of each process.
+_FAST_COMPILERS: dict[int, Any] = {}
+
+
+def _compile_fast(parents: Any, pipe: Any) -> None:
+    parents.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_fast_code(*pipe.recv()))
 
 
 def _fast_code(module: Module, kernels: Path) -> str:

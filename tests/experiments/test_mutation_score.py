@@ -63,7 +63,15 @@ def test_few_optimisations_do_not_stay_with_the_process(
     """NVRTC keeps the option: modules compiled later spilled registers, and a cache kept them."""
     (module,) = known.code
     monkeypatch.setattr(mutation_score, "_fast_code", own_process)
+    monkeypatch.setattr(mutation_score, "_FAST_COMPILERS", {})
     assert mutation_score.fast_code(module) != str(os.getpid())
+
+
+def test_processes_that_compiled_with_few_optimisations_end(known: Baseline) -> None:
+    (module,) = known.code
+    assert [x[1] for x in mutation_score._in_turn(mutation_score._compiled, [module], None, 2)] == [
+        known.fast_code[module]
+    ]
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
