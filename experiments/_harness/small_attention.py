@@ -219,8 +219,8 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
     if name in SCORED:
         of_scores = _of_scores(rung, some, fewer)
-        first_names = of_scores.keys() & ({"mask and bias of keys", "block mask", "padded"})
-        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in first_names}
+        some_names = "mask and bias of keys", "block mask", "padded"
+        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in some_names}
     if name in EVERY:
         wide = arrays(70, 200, dtype, 8, 128, heads=(2, 1), batch=1)
         calls["head_dim 128"] = lambda: attend(rung, wide, {})
