@@ -344,12 +344,13 @@ def experiment(args: Any) -> int:
         order = [(file, one) for file, one in order if (file, one.name) in names]
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
-        "files": sorted(files), "calls": [call.name for call in known.calls],
+        "files": sorted(files), "calls": sorted(call.name for call in known.calls),
         "mutants": len(order), "asked": args.faults, "faults": [],
         "sources_sha256": hashlib.sha256(sources.encode()).hexdigest(),
     }  # fmt: skip
     if target.exists():
         kept = json.loads(target.read_text())
+        kept["calls"].sort()
         same = ("sources_sha256", "calls", "seed")
         if any(kept[name] != {**content, "seed": args.seed}[name] for name in same):
             raise ValueError(f"{target} is of other sources, calls or another seed: move it away")
