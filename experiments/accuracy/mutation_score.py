@@ -52,7 +52,7 @@ SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived.
-SECONDS_OF_FAULT = 90
+SECONDS_OF_FAULT = 45
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
@@ -258,12 +258,14 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     changed: dict[Module, bool] = {}
 
     def is_changed(module: Module) -> bool:
+        if file not in known.files[module]:
+            return False
         if module not in changed:
             fast = known.fast_code[module]
-            # Programs that are equal with few optimisations are equal with all.
-            may = file in known.files[module] and (
-                place in known.lines[module] or not fast or fast_code(module) != fast
-            )
+            # Code of the line has changed, most often. Programs that are equal with few
+            # optimisations are equal with all.
+            certain = not fast or (place in known.lines[module] and all(changed.values()))
+            may = certain or fast_code(module) != fast
             changed[module] = may and code_of(module) != known.code[module]
         return changed[module]
 
