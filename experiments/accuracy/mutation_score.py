@@ -52,7 +52,7 @@ SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived.
-SECONDS_OF_FAULT = 45
+SECONDS_OF_FAULT = 25
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
