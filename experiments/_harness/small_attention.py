@@ -172,6 +172,17 @@ def _large(rung: Rung, kind: str) -> str:
     return ""
 
 
+def _full_sums(rung: Rung) -> str:
+    """Run so many keys of one score, then of lower ones, that sums would leave their range."""
+    variant, arch, dtype, quant = rung
+    lengths = 6, 7200
+    q, k, v = (np.ones((1, 1, length, HEAD_DIM)) for length in (lengths[0], *lengths[1:] * 2))
+    k[:, :, 7000:] = 0.3
+    inputs = tuple(x.astype(STORAGE[dtype]) for x in (q, k, v))
+    plain = replace(quant, smooth_k=False, smooth_v=False)
+    return attend((variant, arch, dtype, plain), inputs, {})
+
+
 def _not_finite(rung: Rung) -> str:
     """Run NaN and infinities: they reach the results that the mirror's reach, and no others."""
     variant, arch, dtype, quant = rung
@@ -331,6 +342,8 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Call
     variant, arch, dtype, quant = rung
     many = arrays(40, 1100, dtype, 10, heads=(1, 1), batch=1)
     calls["many keys"] = lambda: attend(rung, many, {})
+    if quant is WHOLE:
+        calls["full sums"] = lambda: _full_sums(rung)
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
     q, k, v = arrays(*FEWER, dtype, 13, heads=(2, 1))
