@@ -287,7 +287,7 @@ def _aligned_bias(dtype: str, *shape: int) -> Any:
 
 
 def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
-    """Return calls with every kind of bias that Hopper forms take, and masks beside it."""
+    """Return calls with every kind of bias that Hopper forms take, masks beside it, a softcap."""
     rng = np.random.default_rng(18)
     len_q, len_kv = FEWER
     each = _aligned_bias(rung[2], HEADS, len_q, len_kv)
@@ -296,9 +296,11 @@ def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str
     }  # fmt: skip
     masked = {"bias": each[:1], "mask": rng.random((1, HEADS, len_q, len_kv)) < 0.7}
     long = _aligned_bias(rung[2], 1, *LENGTHS)
+    small = fewer[0] * fewer[0].dtype.type(0.1), *fewer[1:]
     return {
         "aligned bias": lambda: attend(rung, fewer, {"bias": each, "causal": True}),
         "aligned bias and mask of keys": lambda: attend(rung, fewer, of_keys),
+        "small scores, softcap": lambda: attend(rung, small, {"softcap": 6.0}),
         "bias of rows": lambda: attend(rung, fewer, {"bias": each[..., :1]}),
         "aligned bias and mask": lambda: attend(rung, fewer, masked),
         "aligned bias, few blocks": lambda: attend(rung, plain, {"bias": long}, blocks=3),
