@@ -215,12 +215,14 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     below = short[0] + STORAGE[dtype].type(3), short[1] - STORAGE[dtype].type(7), short[2]
     # Rows that are read by 8 and by 2 bytes, and stored in chunks of 16.
     narrow, odd = (arrays(*FEWER, dtype, 8, head_dim, **two) for head_dim in (36, 7))
+    keyless = arrays(70, 40, dtype, 19, heads=(2, 1), batch=1)
     some = fewer if variant in ("unfused", "fa") else plain  # these are slow to interpret
     capped = {"softcap": 1.5, "window": (60, 9)}
     calls: dict[str, Callable[[], str]] = {
         "causal": lambda: attend(rung, some, {"causal": True}),
         "one short tile, far below 0": lambda: attend(rung, below, {}),
         "window, softcap": lambda: attend(rung, some, capped),
+        "rows without keys": lambda: attend(rung, keyless, {"causal": True}),
         "packed": lambda: _packed(rung, 64, {"causal": True}),
         "large scores, ties": lambda: _large(rung, "ties"),
         "not finite": lambda: _not_finite(rung),
