@@ -14,6 +14,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.kernels import tile_pieces
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 from cupyattn.testing import judge
@@ -73,7 +74,7 @@ def _said(report: Any) -> str:
 
 def attend(
     rung: Rung, inputs: Any, options: dict[str, Any], *, inside: bool = False, pieces: bool = False,
-    blocks: int | None = None, with_lse: bool = True,
+    blocks: int | None = None, with_lse: bool = True, tiles: Any = None,
 ) -> str:  # fmt: skip
     """Run one call of attention, and judge it.
 
@@ -86,9 +87,10 @@ def attend(
     if quant is not None:
         if options.get("softcap"):
             quant = replace(quant, smooth_k=False)
-        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch if inside else None)
+        target = arch if inside else None
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, tiles=tiles)
     asked: dict[str, Any] = {"variant": variant, "arch": arch, "backend": "interpret"}
-    asked |= {"return_lse": with_lse, **options}
+    asked |= {"return_lse": with_lse, "tiles": tiles, **options}
     operands: Any = (q, k, v)
     if z is not None and (inside or quant.fused):
         asked["quant"] = quant
@@ -382,6 +384,14 @@ def attention_calls() -> dict[str, Callable[[], str]]:
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})
     capped = {"softcap": 3.0, "bias": np.linspace(-2, 2, 601, dtype=np.float32)[None]}
     calls["fa_tc, split: softcap, bias"] = lambda: attend(split, more, capped)
+    many_groups = "fa_int8", None, "float16", replace(
+        FUSED, symmetric=False, granularity_q="token", granularity_k="token"
+    )
+    wide = Tiles(128, 64, 4, 1)
+    inputs = arrays(*FEWER, "float16", 20, heads=(2, 1), batch=1)
+    calls["fa_int8, fused: more groups than threads"] = partial(
+        attend, many_groups, inputs, {}, tiles=wide
+    )
     return calls | _prepared_calls()
 
 
