@@ -14,6 +14,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.kernels import tile_pieces
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 from cupyattn.testing import judge
@@ -73,7 +74,7 @@ def _said(report: Any) -> str:
 
 def attend(
     rung: Rung, inputs: Any, options: dict[str, Any], *, inside: bool = False, pieces: bool = False,
-    blocks: int | None = None, with_lse: bool = True,
+    blocks: int | None = None, with_lse: bool = True, tiles: Any = None,
 ) -> str:  # fmt: skip
     """Run one call of attention, and judge it.
 
@@ -86,9 +87,10 @@ def attend(
     if quant is not None:
         if options.get("softcap"):
             quant = replace(quant, smooth_k=False)
-        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch if inside else None)
+        target = arch if inside else None
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, tiles=tiles)
     asked: dict[str, Any] = {"variant": variant, "arch": arch, "backend": "interpret"}
-    asked |= {"return_lse": with_lse, **options}
+    asked |= {"return_lse": with_lse, "tiles": tiles, **options}
     operands: Any = (q, k, v)
     if z is not None and (inside or quant.fused):
         asked["quant"] = quant
@@ -172,6 +174,17 @@ def _large(rung: Rung, kind: str) -> str:
     return ""
 
 
+def _full_sums(rung: Rung) -> str:
+    """Run so many keys of one score, then of lower ones, that sums would leave their range."""
+    variant, arch, dtype, quant = rung
+    lengths = 6, 7200
+    q, k, v = (np.ones((1, 1, length, HEAD_DIM)) for length in (lengths[0], *lengths[1:] * 2))
+    k[:, :, 7000:] = 0.3
+    inputs = tuple(x.astype(STORAGE[dtype]) for x in (q, k, v))
+    plain = replace(quant, smooth_k=False, smooth_v=False)
+    return attend((variant, arch, dtype, plain), inputs, {})
+
+
 def _not_finite(rung: Rung) -> str:
     """Run NaN and infinities: they reach the results that the mirror's reach, and no others."""
     variant, arch, dtype, quant = rung
@@ -204,12 +217,14 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     below = short[0] + STORAGE[dtype].type(3), short[1] - STORAGE[dtype].type(7), short[2]
     # Rows that are read by 8 and by 2 bytes, and stored in chunks of 16.
     narrow, odd = (arrays(*FEWER, dtype, 8, head_dim, **two) for head_dim in (36, 7))
+    keyless = arrays(70, 40, dtype, 19, heads=(2, 1), batch=1)
     some = fewer if variant in ("unfused", "fa") else plain  # these are slow to interpret
     capped = {"softcap": 1.5, "window": (60, 9)}
     calls: dict[str, Callable[[], str]] = {
         "causal": lambda: attend(rung, some, {"causal": True}),
         "one short tile, far below 0": lambda: attend(rung, below, {}),
         "window, softcap": lambda: attend(rung, some, capped),
+        "rows without keys": lambda: attend(rung, keyless, {"causal": True}),
         "packed": lambda: _packed(rung, 64, {"causal": True}),
         "large scores, ties": lambda: _large(rung, "ties"),
         "not finite": lambda: _not_finite(rung),
@@ -219,8 +234,8 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
     if name in SCORED:
         of_scores = _of_scores(rung, some, fewer)
-        first_names = of_scores.keys() & ({"mask and bias of keys", "block mask", "padded"})
-        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in first_names}
+        some_names = "mask and bias of keys", "block mask", "padded"
+        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in some_names}
     if name in EVERY:
         wide = arrays(70, 200, dtype, 8, 128, heads=(2, 1), batch=1)
         calls["head_dim 128"] = lambda: attend(rung, wide, {})
@@ -276,7 +291,7 @@ def _aligned_bias(dtype: str, *shape: int) -> Any:
 
 
 def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
-    """Return calls with every kind of bias that Hopper forms take, and masks beside it."""
+    """Return calls with every kind of bias that Hopper forms take, masks beside it, a softcap."""
     rng = np.random.default_rng(18)
     len_q, len_kv = FEWER
     each = _aligned_bias(rung[2], HEADS, len_q, len_kv)
@@ -285,9 +300,11 @@ def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str
     }  # fmt: skip
     masked = {"bias": each[:1], "mask": rng.random((1, HEADS, len_q, len_kv)) < 0.7}
     long = _aligned_bias(rung[2], 1, *LENGTHS)
+    small = fewer[0] * fewer[0].dtype.type(0.1), *fewer[1:]
     return {
         "aligned bias": lambda: attend(rung, fewer, {"bias": each, "causal": True}),
         "aligned bias and mask of keys": lambda: attend(rung, fewer, of_keys),
+        "small scores, softcap": lambda: attend(rung, small, {"softcap": 6.0}),
         "bias of rows": lambda: attend(rung, fewer, {"bias": each[..., :1]}),
         "aligned bias and mask": lambda: attend(rung, fewer, masked),
         "aligned bias, few blocks": lambda: attend(rung, plain, {"bias": long}, blocks=3),
@@ -331,6 +348,8 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Call
     variant, arch, dtype, quant = rung
     many = arrays(40, 1100, dtype, 10, heads=(1, 1), batch=1)
     calls["many keys"] = lambda: attend(rung, many, {})
+    if quant is WHOLE:
+        calls["full sums"] = lambda: _full_sums(rung)
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
     q, k, v = arrays(*FEWER, dtype, 13, heads=(2, 1))
@@ -365,6 +384,14 @@ def attention_calls() -> dict[str, Callable[[], str]]:
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})
     capped = {"softcap": 3.0, "bias": np.linspace(-2, 2, 601, dtype=np.float32)[None]}
     calls["fa_tc, split: softcap, bias"] = lambda: attend(split, more, capped)
+    many_groups = "fa_int8", None, "float16", replace(
+        FUSED, symmetric=False, granularity_q="token", granularity_k="token"
+    )
+    wide = Tiles(128, 64, 4, 1)
+    inputs = arrays(*FEWER, "float16", 20, heads=(2, 1), batch=1)
+    calls["fa_int8, fused: more groups than threads"] = partial(
+        attend, many_groups, inputs, {}, tiles=wide
+    )
     return calls | _prepared_calls()
 
 

@@ -47,12 +47,14 @@ from experiments._harness.small_calls import small_calls
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 NAME = "mutation_score"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
-#: CPU seconds for a call, which takes at most three without a fault.
-SECONDS = 20
+#: CPU seconds for a call, beside four times what it takes without a fault, 0.1 to 4.
+SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived.
-SECONDS_OF_FAULT = 90
+SECONDS_OF_FAULT = 25
+#: Compiles in a third of the time, with few optimisations.
+FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
 FORK = multiprocessing.get_context("fork")
 #: Result of a fault.
@@ -82,10 +84,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The calls without a fault; of each module a hash of its code, its files and lines."""
+    """The calls without a fault; of each module a hash of its code, its files and lines.
+
+    `fast_code` is a hash of its code with few optimisations.
+    """
 
     calls: tuple[Call, ...]
     code: Mapping[Module, str]
+    fast_code: Mapping[Module, str]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
 
@@ -105,13 +111,13 @@ def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
         found[name] = one
         if kept is not None:
             kept.write_bytes(pickle.dumps((stamp, found)))
-    code, lines = {}, {}
+    code, fast, lines = {}, {}, {}
     modules = list({one for _, modules in found.values() for one in modules})
     for module, one in zip(modules, _in_turn(_compiled, modules, None, jobs), strict=True):
-        code[module], lines[module] = one
+        code[module], fast[module], lines[module] = one
     files = {module: frozenset(reached(module[0])) for module in code}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
-    return Baseline(of_calls, code, files, lines)
+    return Baseline(of_calls, code, fast, files, lines)
 
 
 def _stamp() -> str:
@@ -122,9 +128,10 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
-def _compiled(module: Module, _: None) -> tuple[str, frozenset[tuple[str, int]]]:
-    """Return the hash of a module's code, and its lines."""
-    return code_of(module), lines_with_code(compiler.translate(*module).ptx)
+def _compiled(module: Module, _: None) -> tuple[str, str, frozenset[tuple[str, int]]]:
+    """Return the hashes of a module's code, with all and few optimisations, and its lines."""
+    lines = lines_with_code(compiler.translate(*module).ptx)
+    return code_of(module), fast_code(module), lines
 
 
 def code_of(module: Module) -> str:
@@ -147,6 +154,46 @@ def _unharmed(
         said = calls[name]()
     assert not said, f"{name} is wrong without a fault: {said}"
     return time.process_time() - start, frozenset(seen)
+
+
+def fast_code(module: Module) -> str:
+    """Return a hash of the machine code of a module with few optimisations; "" if it has none.
+
+    A process of its own compiles it: NVRTC keeps the option, and would compile worse code for all
+    later modules of this one.
+    """
+    if os.getpid() not in _FAST_COMPILERS:
+        here, there = FORK.Pipe()
+        FORK.Process(target=_compile_fast, args=(here, there), daemon=True).start()
+        there.close()
+        _FAST_COMPILERS[os.getpid()] = here
+    pipe = _FAST_COMPILERS[os.getpid()]
+    pipe.send((module, compiler.KERNELS))
+    return str(pipe.recv())
+
+
+#: The pipe to the process that compiles with few optimisations, of each process.
+_FAST_COMPILERS: dict[int, Any] = {}
+
+
+def _compile_fast(parents: Any, pipe: Any) -> None:
+    parents.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_fast_code(*pipe.recv()))
+
+
+def _fast_code(module: Module, kernels: Path) -> str:
+    compiler.cache_clear(disk=False)
+    options = (*compiler.OPTIONS, FAST)
+    with (
+        mock.patch.object(compiler, "KERNELS", kernels),
+        mock.patch.object(compiler, "OPTIONS", options),
+    ):
+        try:
+            return code_of(module)
+        except KernelCompileError:
+            return ""
 
 
 def lines_with_code(ptx: str) -> frozenset[tuple[str, int]]:
@@ -211,8 +258,15 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     changed: dict[Module, bool] = {}
 
     def is_changed(module: Module) -> bool:
+        if file not in known.files[module]:
+            return False
         if module not in changed:
-            changed[module] = file in known.files[module] and code_of(module) != known.code[module]
+            fast = known.fast_code[module]
+            # Code of the line has changed, most often. Programs that are equal with few
+            # optimisations are equal with all.
+            certain = not fast or (place in known.lines[module] and all(changed.values()))
+            may = certain or fast_code(module) != fast
+            changed[module] = may and code_of(module) != known.code[module]
         return changed[module]
 
     def has_line(call: Call) -> bool:
@@ -248,12 +302,13 @@ def _cpu_seconds() -> float:
 
 def noticed(call: Call) -> str:
     """Return what a call notices, from a child process; "" if it notices nothing."""
+    limit = SECONDS + int(4 * call.seconds)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reading)
-            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             os.write(writing, json.dumps(_said(call)).encode())
         finally:
             os._exit(0)
@@ -266,7 +321,7 @@ def noticed(call: Call) -> str:
         if said.startswith(BROKEN):  # no fault in a kernel takes a module away
             raise RuntimeError(said)
         return said
-    late = f"does not end in {SECONDS} CPU seconds"
+    late = f"does not end in {limit} CPU seconds"
     return late if os.WIFSIGNALED(status) else "the process ended"
 
 
@@ -291,12 +346,13 @@ def experiment(args: Any) -> int:
         order = [(file, one) for file, one in order if (file, one.name) in names]
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
-        "files": sorted(files), "calls": [call.name for call in known.calls],
+        "files": sorted(files), "calls": sorted(call.name for call in known.calls),
         "mutants": len(order), "asked": args.faults, "faults": [],
         "sources_sha256": hashlib.sha256(sources.encode()).hexdigest(),
     }  # fmt: skip
     if target.exists():
         kept = json.loads(target.read_text())
+        kept["calls"].sort()
         same = ("sources_sha256", "calls", "seed")
         if any(kept[name] != {**content, "seed": args.seed}[name] for name in same):
             raise ValueError(f"{target} is of other sources, calls or another seed: move it away")

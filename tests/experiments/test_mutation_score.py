@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     compiler.cache_clear(disk=False)
     module = ModuleSpec("f.cu"), "sm_80"
     files = {module: frozenset(mutation_score.reached(module[0]))}
-    code, lines = mutation_score._compiled(module, None)
+    code, fast, lines = mutation_score._compiled(module, None)
     call = Call("multiplies", multiplies, 0.1, frozenset({module}))
-    return Baseline((call,), {module: code}, files, {module: lines})
+    return Baseline((call,), {module: code}, {module: fast}, files, {module: lines})
 
 
 def multiplies() -> str:
@@ -50,6 +51,27 @@ def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     text = (compiler.KERNELS / file).read_text()
     (one,) = (x for x in mutants(text) if x.after.strip() == after)
     return mutation_score.became((file, one), known)
+
+
+def own_process(*_: Any) -> str:
+    return str(os.getpid())
+
+
+def test_few_optimisations_do_not_stay_with_the_process(
+    known: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC keeps the option: modules compiled later spilled registers, and a cache kept them."""
+    (module,) = known.code
+    monkeypatch.setattr(mutation_score, "_fast_code", own_process)
+    monkeypatch.setattr(mutation_score, "_FAST_COMPILERS", {})
+    assert mutation_score.fast_code(module) != str(os.getpid())
+
+
+def test_processes_that_compiled_with_few_optimisations_end(known: Baseline) -> None:
+    (module,) = known.code
+    assert [x[1] for x in mutation_score._in_turn(mutation_score._compiled, [module], None, 2)] == [
+        known.fast_code[module]
+    ]
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
@@ -93,7 +115,8 @@ def test_calls_without_the_line_wait_for_code_that_has_not_changed(known: Baseli
     other = ModuleSpec("f.cu", (("OTHER", 1),)), "sm_80"
     both = replace(
         known, calls=(silent, replace(known.calls[0], modules=frozenset({other}), seconds=9.0)),
-        code={**known.code, other: "another"}, files={**known.files, other: known.files[module]},
+        code={**known.code, other: "another"}, fast_code={**known.fast_code, other: ""},
+        files={**known.files, other: known.files[module]},
         lines={**known.lines, other: frozenset()},
     )  # fmt: skip
     after = PART.strip().replace("x * 3.0f", "x")

@@ -114,3 +114,10 @@ def test_machine_code_has_no_lines() -> None:
 )
 def test_symmetric_operands_have_no_order_in_machine_code(one: str, other: str, same: bool) -> None:
     assert (machine_code(f"\t{one}\n") == machine_code(f"\t{other}\n")) == same
+
+
+def test_a_constant_that_nothing_reads_is_no_machine_code() -> None:
+    ptx = ".global .align 4 .u32 BYTES = {};\nadd.s32 a, b, c;\n{}"
+    assert machine_code(ptx.format(1, "")) == machine_code(ptx.format(2, ""))
+    read = "ld.global.u32 a, [BYTES];"
+    assert machine_code(ptx.format(1, read)) != machine_code(ptx.format(2, read))
