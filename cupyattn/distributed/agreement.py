@@ -379,7 +379,7 @@ def _own_call(
     _check_method(method)
     if (ulysses is not None) != (method == "mixed"):
         raise ValueError(
-            f"ulysses, the number of ranks that exchange heads, is required by method='mixed' and "
+            "ulysses, the number of ranks that exchange heads, is required by method='mixed' and "
             f"by no other, got method={method!r} ulysses={ulysses!r}"
         )
     _check_ulysses(ulysses)

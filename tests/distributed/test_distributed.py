@@ -468,7 +468,7 @@ def test_a_rank_that_dies_anywhere_is_named_by_all(data: Any) -> None:
     ("options", "error", "message"),
     [
         ({"method": "rings"}, ValueError, r"method must be one of .*, got 'rings'"),
-        ({"method": "mixed"}, ValueError, "goes with method='mixed' and must be given there"),
+        ({"method": "mixed"}, ValueError, "is required by method='mixed' and by no other"),
         ({"method": "mixed", "ulysses": 3}, ValueError, "ulysses must divide the 2 ranks, got 3"),
         ({"partition": 4}, TypeError, "partition must be 'contiguous', 'zigzag', a Partition"),
         ({"partition": Partition.contiguous(9, 2)}, ValueError, r"ranks \[5, 4\] rows of q, they"),
