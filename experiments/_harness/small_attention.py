@@ -352,7 +352,7 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Call
         calls["full sums"] = lambda: _full_sums(rung)
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
-    q, k, v = arrays(*FEWER, dtype, 13, heads=(2, 1))
+    q, k, v = arrays(*FEWER, dtype, 13, batch=1)
     rising = np.linspace(-3, 3, FEWER[1]).astype(q.dtype)[:, None]
     shifted = q + q.dtype.type(1), k + rising * np.float16([1, -1]).repeat(32), v + rising
     shares = "token", "thread", "block"

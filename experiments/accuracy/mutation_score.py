@@ -5,7 +5,7 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
              does not end. Calls with code of the fault's line come first, then the cheapest; calls
-             without it are run only if no code of the line has changed.
+             without it are run only if no code of the line has changed, or with --again.
 Run          python -m experiments.accuracy.mutation_score --seed 4 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +51,8 @@ BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
 SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
-#: CPU seconds for a fault, after which no further call begins: it counts as survived.
+#: CPU seconds for a fault, after which no further call begins: it counts as survived. With
+#: --again there is no such limit.
 SECONDS_OF_FAULT = 25
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
@@ -86,7 +87,8 @@ class Call:
 class Baseline:
     """The calls without a fault; of each module a hash of its code, its files and lines.
 
-    `fast_code` is a hash of its code with few optimisations.
+    `fast_code` is a hash of its code with few optimisations. `thorough`: a fault is given to all
+    calls whose code it changes.
     """
 
     calls: tuple[Call, ...]
@@ -94,6 +96,7 @@ class Baseline:
     fast_code: Mapping[Module, str]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
+    thorough: bool = False
 
 
 def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
@@ -277,7 +280,7 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
         (with_line if has_line(call) else without).append(call)
     start, spent, ran = time.monotonic(), _cpu_seconds(), 0
     for calls in (with_line, without):
-        for call in calls if not ran else ():
+        for call in calls if known.thorough or not ran else ():
             try:
                 if not any(map(is_changed, call.modules)):
                     continue
@@ -288,7 +291,7 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
                 seconds = round(time.monotonic() - start, 1)
                 by = {"by": call.name, "why": why}
                 return {"became": NOTICED, **by, "calls": ran, "took": seconds}
-            if _cpu_seconds() - spent > SECONDS_OF_FAULT:
+            if not known.thorough and _cpu_seconds() - spent > SECONDS_OF_FAULT:
                 break
     seconds = round(time.monotonic() - start, 1)
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
@@ -344,6 +347,7 @@ def experiment(args: Any) -> int:
         old = json.loads(args.again.read_text())["faults"]
         names = {(x["file"], x["name"]) for x in old if x["became"] == SURVIVED}
         order = [(file, one) for file, one in order if (file, one.name) in names]
+        known = replace(known, thorough=True)
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
         "files": sorted(files), "calls": sorted(call.name for call in known.calls),

@@ -106,6 +106,7 @@ def test_a_fault_has_so_many_seconds(known: Baseline, monkeypatch: pytest.Monkey
     monkeypatch.setattr(mutation_score, "SECONDS_OF_FAULT", 0)
     spent = found("part.cuh", after, slow)
     assert (spent["became"], spent["calls"]) == ("survived", 1)
+    assert found("part.cuh", after, replace(slow, thorough=True))["became"] == "noticed"
 
 
 def test_calls_without_the_line_wait_for_code_that_has_not_changed(known: Baseline) -> None:
@@ -121,6 +122,7 @@ def test_calls_without_the_line_wait_for_code_that_has_not_changed(known: Baseli
     )  # fmt: skip
     after = PART.strip().replace("x * 3.0f", "x")
     assert found("part.cuh", after, both)["became"] == "survived"
+    assert found("part.cuh", after, replace(both, thorough=True))["by"] == "multiplies"
     neither = replace(both, lines=dict.fromkeys(both.lines, frozenset()))
     assert found("part.cuh", after, neither)["by"] == "multiplies"
 
