@@ -1,4 +1,4 @@
-"""What was measured in place of the founding notes' figures, each in one cell of a table.
+"""Measurements that answer the founding notes' figures, each in one cell of a table.
 
 Every function turns the records that `docs.performance_claims` names beside it into a sentence.
 """

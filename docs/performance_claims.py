@@ -1,4 +1,4 @@
-"""What the founding notes say of performance, and what was measured: a table of PERFORMANCE.md.
+"""The table of PERFORMANCE.md that compares the founding notes' figures with measurements.
 
 The notes speak of an A100 and of kernels that were to be written; everything measured here is of
 the device that the records name. A line whose records are missing is left out. A line without a

@@ -98,7 +98,7 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+        raise ValueError("numerics must be a result of cupyattn.testing.numerics")
     call, options = received.kernel.call, received.scores
     if received.quantized is not None:
         raise ValueError(

@@ -88,7 +88,7 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
     Parameters
     ----------
     value, expected, bound : array
-        Of one shape, float64.
+        Arrays of equal shape, float64.
 
     Returns
     -------

@@ -1,8 +1,8 @@
-"""How INT8 weights are called in files that others read, and what config.json says of them.
+"""Names and descriptions of INT8 weights in files that other libraries read.
 
-``compressed-tensors`` is the library of that name (0.20: `int-quantized`, strategy `block`), which
-vLLM and transformers read; ``deepseek`` has the names of DeepSeek's own files, which SGLang reads
-as `blockwise_int8`. In both a weight is ``codes * scale``: `weight_scale_inv` is no inverse.
+``compressed-tensors`` is the format of that library (0.20: `int-quantized`, strategy `block`),
+which vLLM and transformers read. ``deepseek`` has the names of DeepSeek's files, which SGLang
+reads as `blockwise_int8`. In both a weight is ``codes * scale``: `weight_scale_inv` is no inverse.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def quantization_config(
     *,
     rotated: bool = False,
 ) -> dict[str, Any]:
-    """Return what ``config.json`` says of the quantisation.
+    """Return the quantisation settings in ``config.json``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""From ``.cu`` to a loaded kernel: NVRTC, a cache keyed by everything that matters, RawModule.
+"""Turn a ``.cu`` file into a loaded kernel: NVRTC, the cache with its keys, RawModule.
 
 `build` turns a `ModuleSpec` into a `Binary` with no GPU, no driver and no CuPy; `load` puts that
 binary on the current device. This is the only file that mentions ``cupy.RawModule``.

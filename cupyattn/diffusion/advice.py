@@ -19,7 +19,7 @@ from typing import Any
 from cupyattn.diffusion.work import Work
 
 FILE = Path(__file__).with_name("advice_rates.json")
-#: Gains below this are too small to be told from the error of a prediction.
+#: Gains below this are indistinguishable from the error of a prediction.
 LEAST_GAIN = 1.02
 #: Sizes of the models that rates were fitted to, with some room: beyond them nothing is advised.
 LEAST_WIDTH, LEAST_TOKENS = 1024, 2048

@@ -144,10 +144,10 @@ class Calibration:
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray], said: str) -> Calibration:
-        """Return what `to_arrays` took apart; ValueError or KeyError for anything else."""
+        """Undo `to_arrays`; raise ValueError or KeyError for anything else."""
         rest = json.loads(said)
         if rest["content"] != _digest(arrays):
-            raise ValueError("its arrays are not those that were written")
+            raise ValueError("its arrays have changed since they were written")
         return cls(
             arrays["q_scale"], arrays["k_scale"],
             SnrBins(tuple(map(float, arrays["log_snr_edges"]))), int(rest["head_dim"]),
@@ -157,7 +157,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, source_hash: str | None = None) -> Calibration:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Which kernels find the keys that count and move them together: pure data."""
+"""Plan the kernels that find the kept keys and gather them: pure data."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def plan_key_importance(
     dtype : {"float16", "bfloat16"}
         Their storage type.
     scale : float
-        Of the softmax.
+        Softmax scale.
     sampled : range
         Rows of q to look at.
     once : bool

@@ -34,7 +34,7 @@ class Calibrations(dict[str, Calibration]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibrations:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises
         ------
@@ -69,7 +69,7 @@ def calibrate(
     Parameters
     ----------
     recording : Recording, Recorder or path
-        Of `cupyattn.interop.torch.record`, or its file.
+        Result of `cupyattn.interop.torch.record`, or its file.
     percentile, **options
         As for `calibrate_quantization_scales`: of, num_bins and smooth_k. The recorded schedule
         gives the bins.
@@ -83,7 +83,7 @@ def calibrate(
     ValueError
         As `calibrate_quantization_scales`; also for a recording without attention.
     TypeError
-        For what is no recording.
+        If `recording` is not a recording.
 
     Examples
     --------

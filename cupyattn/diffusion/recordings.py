@@ -105,7 +105,7 @@ class Recording:
             raise ValueError(
                 f"the recording has layers of different heads, such as {first} and {second}: give "
                 f"recording.of({first!r}), or all of it to cupyattn.diffusion.calibrate, which "
-                "gives every layer scales of its own"
+                "gives every layer separate scales"
             )
 
     def _some_layers(self) -> str:
@@ -137,7 +137,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Open what `save` wrote; arrays are read when they are used.
+        """Open a file of `save`; arrays are read when they are used.
 
         Raises
         ------

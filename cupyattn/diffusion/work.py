@@ -1,4 +1,4 @@
-"""How much a pass of a diffusion transformer computes and moves, by names and shapes of weights."""
+"""Count the work of a diffusion transformer's pass, from names and shapes of weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
         return int(config["dim"]) // int(config["n_heads"])
     raise ValueError(
         "the configuration has none of attention_head_dim, axes_dims, and dim with n_heads: is it "
-        "that of a diffusion transformer?"
+        "the configuration of a diffusion transformer?"
     )
 
 
@@ -104,7 +104,7 @@ def work_of(
     Parameters
     ----------
     shapes : mapping of str to tuple of int
-        Of all tensors, by their names in the state dict.
+        Shapes of all tensors, by their names in the state dict.
     config : mapping
         The model's ``config.json``.
     tokens, prompt : int

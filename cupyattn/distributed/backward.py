@@ -222,7 +222,7 @@ _KINDS = {"k": "kv", "v": "kv"}
 
 
 class _How(NamedTuple):
-    """How a rank computes gradients.
+    """Computes the gradients of one rank.
 
     Parameters
     ----------

@@ -177,7 +177,7 @@ def _finite(problem: BackwardProblem) -> Array:
 
 
 def _stored(error: Array, size: Array, sigma: float | None, dtype: str, bad: Array) -> Array:
-    """R12: add what scaling and storing a sum costs to the error of the sum itself.
+    """R12: add the errors of scaling and storing a sum to the error of the sum itself.
 
     `size` bounds the magnitudes of the terms, errors included.
     """
@@ -251,7 +251,7 @@ def _errors(
     xp = array_namespace(block.P)
     scores, dtype, head_dim = block.scores, shared.dtype, block.scores.q.shape[-1]
     weighs = block.P > 0
-    # NOTE: what underflows float64 is flushed by the kernel, too: EX2_FLUSH covers it.
+    # NOTE: numbers that underflow float64 are flushed by the kernel, too: EX2_FLUSH covers them.
     slope = block.slope
     d, cap_error = _score_errors(block, shared, lse_error, summed_errors)
     usable = d <= MAX_EXPONENT

@@ -1,4 +1,4 @@
-"""How far gradients of another library may be from the exact ones, by its stated roundings.
+"""Bound the errors of another library's gradients, by its stated roundings.
 
 Nothing here knows its tiles or the order of its operations. P may be kept from the forward pass, or
 made again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas: [L83] to [L85].
@@ -47,7 +47,7 @@ STEP = 16
 
 @dataclass(frozen=True)
 class _Shared:
-    """What the bounds of all blocks share, and the roundings of numbers in other types [L84]."""
+    """Data for the bounds of all blocks, and the roundings of numbers in other types [L84]."""
 
     n: Numerics
     f: Foreign
@@ -66,7 +66,7 @@ class _Shared:
 
     @property
     def least_scaled(self) -> float:
-        """What underflow of dS adds if it is rounded after its multiplication by the scale."""
+        """Contribution of underflow of dS if it is rounded after multiplication by the scale."""
         types = {self.n.p_type, self.f.score_type} - {"float32"}
         return STORES_OF_SCORE * sum(HALF_SUBNORMAL[t] for t in types) / min(self.sigma, 1.0)
 
@@ -100,7 +100,7 @@ def backward_bound_foreign(
     Returns
     -------
     GradientBounds
-        Terms R8 to R12 of each gradient, float64; what the forward pass costs is in R8 and R9.
+        Terms R8 to R12 of each gradient, float64; errors of the forward pass are in R8 and R9.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def backward_bound_foreign(
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+        raise ValueError("numerics must be a result of cupyattn.testing.numerics")
     (d_lse,) = operands(d_lse=d_lse)
     problem = BackwardProblem.of(
         "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
@@ -243,7 +243,7 @@ def _errors(block: GradientBlock, shared: _Shared) -> BlockErrors:
     if f.score_type != "float32":
         most = min(most, FINITE_MAX[f.score_type])
     bad |= admitted & ~((t <= most) & (largest_dS * max(1.0, shared.sigma) <= most))
-    # NOTE: what overflows in a row may become NaN, and reach masked keys through its sums.
+    # NOTE: an overflow in a row may become NaN, and reach masked keys through its sums.
     bad |= ~shared.usable[scores.index[:2]][..., None, None, None]
     bad = xp.broadcast_to(bad.any(axis=-1, keepdims=True), bad.shape)
     counts = admitted & ~bad

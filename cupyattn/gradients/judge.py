@@ -142,8 +142,8 @@ def judge_backward(
     if how is not None:
         if numerics is not None:
             raise UnsupportedError(
-                "numerics goes with rows as another library got them: normalise and turn q and k, "
-                "and judge the gradients of those"
+                "numerics is for rows as another library received them: normalise and turn q and "
+                "k, and judge their gradients"
             )
         prepared = received[:1] + how.stored(*received[1:3]) + received[3:]
     with_bias = len(gradients) == (4 if how is None else 6)

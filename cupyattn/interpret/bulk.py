@@ -83,9 +83,10 @@ class Tensor:
         return address, inside, np.arange(index.shape[1]) * self.itemsize
 
     def in_whole_chunks(self) -> Tensor:
-        """Return the array as the engine stores it: 16 bytes at a time, past its columns too.
+        """Return the array with the extent that the engine stores: whole 16 bytes, also past the
+        columns.
 
-        Seen on an H200; copies the other way end with the last column.
+        This was observed on an H200; copies the other way end with the last column.
         """
         chunk = 16 // self.itemsize
         return replace(self, shape=(*self.shape[:-1], -(-self.shape[-1] // chunk) * chunk))
@@ -237,7 +238,7 @@ class Engine:
         (reported,) = machine.mbarriers.at(np.array([barrier]), lanes)
         if not reported.visible:
             message = (
-                "the copy engine is told of an mbarrier that no fence.mbarrier_init (or "
+                "the copy engine gets an mbarrier that no fence.mbarrier_init (or "
                 "fence.proxy.async) has shown it"
             )
             machine.report("race", message, lanes, np.ones(1, np.bool_))
@@ -345,7 +346,7 @@ class Engine:
             self._misaligned(message, lane)
 
     def wait(self, lanes: Lanes, pending: int) -> None:
-        """Let all but the last `pending` groups of each lane end."""
+        """Complete all but the last `pending` groups of each lane."""
         machine, left = self._machine, []
         for store in self._stores:
             if lanes.mask[store.lane] and store.group < self.committed[store.lane] - pending:
@@ -380,7 +381,7 @@ def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
 
 @instruction("cp")
 def copy(inst: Instruction) -> Execute | None:
-    """Copies in the background: of single lanes, or by the copy engine."""
+    """Build asynchronous copies: of single lanes, or by the copy engine."""
     if inst.modifiers[:1] == ("reduce",):
         return _reduce_bulk(replace(inst, modifiers=inst.modifiers[1:]))
     if inst.modifiers[:1] != ("async",):
@@ -498,7 +499,7 @@ def _take(inst: Instruction) -> Execute:
         issued: set[tuple[int, ...]] = set()
         for lane in lanes.index.tolist():
             corner = [int(x[lane]) for x in reversed(corners)]
-            # Lanes of a warp that name the same copy write the same bytes: it is made once.
+            # Lanes of a warp that name the same copy write the same bytes, so it is made once.
             one = (lane // WARP, int(maps[lane]), int(sources[lane]), *corner)
             if one not in issued:
                 issued.add(one)

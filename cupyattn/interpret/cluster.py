@@ -1,13 +1,11 @@
 """Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
 
-An address in the shared memory of a cluster is an address of a block's shared memory, with the rank
-of the block, counted from 1, in higher bits. Rank 0 means the lane's block. The barrier orders
+An address in a cluster's shared memory is an address in a block's shared memory, with the block's
+rank in higher bits. Ranks count from 1 there, and 0 means the lane's block. The barrier orders
 blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
-engine writes there.
-
-A lane may release when it arrives at the barrier. Then all accesses ordered before its arrival
-come before the accesses behind a wait for that phase. These include accesses of other threads,
-ordered by barriers of their blocks.
+engine writes there. If a lane releases when it arrives at the barrier, all accesses ordered before
+the arrival come before accesses after a wait for that phase. These include accesses of other
+threads, ordered by barriers of their blocks.
 """
 
 from __future__ import annotations
@@ -56,13 +54,13 @@ class Clusters:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.blocks = machine.program.kernel.cluster
-        self._lanes = self.blocks * machine.threads  # of a cluster
+        self._lanes = self.blocks * machine.threads  # blocks of a cluster
         size = machine.size
-        self._phase = np.zeros(-(-size // self._lanes), np.int64)  # that a cluster has completed
+        self._phase = np.zeros(-(-size // self._lanes), np.int64)  # completed phases
         self._arrivals = np.zeros(size, np.int64)  # phases that a lane has arrived in,
-        self._waits = np.zeros(size, np.int64)  # and those that it has waited for
-        self._time = np.zeros(size, np.int32)  # of the last release in its block
-        # The same at the end of the last phase that its cluster completed, and of the one before.
+        self._waits = np.zeros(size, np.int64)  # and phases for which it has waited
+        self._time = np.zeros(size, np.int32)  # time of the last release in its block
+        # The same times at the end of the last two phases that its cluster completed.
         self._released = np.zeros((2, size), np.int32)
         self._views: dict[int, Times] = {}  # by block: joined views of this phase
         self._seen: dict[int, Times] = {}  # the same of the last phase
@@ -156,7 +154,7 @@ class Clusters:
         return mask
 
     def _recent(self, read: FarRead) -> Iterator[FarRead]:
-        """Yield the reads that some thread may not yet be ordered after."""
+        """Yield the reads that are not yet ordered before every thread."""
         kept = read.time > self._released[1, read.lanes]
         if kept.any():
             yield FarRead(read.time, read.granules[kept], read.lanes[kept])
@@ -216,15 +214,15 @@ class Clusters:
         return offset
 
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
-        """Not known: no kernel stores there."""
+        """Refuse stores, which no kernel does there."""
         raise NotImplementedError
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
-        """Not known: no kernel has atomic operations there."""
+        """Refuse atomic operations, which no kernel does there."""
         raise NotImplementedError
 
     def _before_write(self, granules: Ints, lanes: Ints) -> None:
-        """Report a write that another block's read may come after."""
+        """Report a write if another block's read may come after it."""
         order = np.argsort(granules, kind="stable")
         for read in self._reads:
             found = np.searchsorted(granules, read.granules, sorter=order)
@@ -243,7 +241,7 @@ class Clusters:
             return
         blocks = lanes // machine.threads
         ended = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))
-        latest = np.full(machine.blocks, -1)  # of each block the lane that has waited most
+        latest = np.full(machine.blocks, -1)  # the lane of each block with the most waits
         order = np.argsort(self._waits[lanes], kind="stable")
         latest[blocks[order]] = lanes[order]
         for read in self._reads:

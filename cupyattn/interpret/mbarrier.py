@@ -16,7 +16,7 @@ import numpy as np
 
 from cupyattn.interpret.access import address_reader
 from cupyattn.interpret.cluster import WITHIN
-from cupyattn.interpret.ordering import Bools, Ints, Times
+from cupyattn.interpret.ordering import WARP, Bools, Ints, Times
 from cupyattn.interpret.ptx import Instruction, Operand, Sink
 from cupyattn.interpret.semantics import (
     ACCESSES,
@@ -142,12 +142,21 @@ class Mbarriers:
             barrier.visible |= bool(lanes.mask[barrier.initialised_by])
 
     def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
-        """Announce bytes and count arrivals; return the phases of these arrivals."""
+        """Announce bytes and count arrivals; return the phases of these arrivals.
+
+        Lanes of a warp arrive in no defined order. If some end a phase and others arrive in the
+        next phase, chance decides which lanes do so. Such a kernel has a fault.
+        """
         machine = self._machine
         phases = np.empty(len(lanes), np.int64)
         views = machine.clocks.views(lanes)
+        first: dict[tuple[int, int], int] = {}
         for row, barrier in enumerate(self.at(address, lanes)):
             phases[row] = barrier.phase
+            warp = int(lanes[row]) // WARP
+            if first.setdefault((id(barrier), warp), barrier.phase) != barrier.phase:
+                message = "lanes of a warp arrive at an mbarrier in two of its phases"
+                machine.report("divergence", message, lanes, np.arange(len(lanes)) == row, address)
             barrier.bytes += int(tx[row])
             lane = int(lanes[row])
             if lane // machine.threads == barrier.initialised_by // machine.threads:
@@ -189,7 +198,7 @@ class Mbarriers:
         barrier.arrivals[-1] = self._machine.clocks.now
 
     def done(self, address: Ints, phases: Ints, lanes: Ints, *, parity: bool) -> Bools:
-        """Return whether phases have ended; copies that the lanes must wait for arrive now."""
+        """Return whether phases have ended; copies for which the lanes must wait arrive now."""
         clocks = self._machine.clocks
         found = np.zeros(len(lanes), np.bool_)
         barriers = self.at(address, lanes)
@@ -221,7 +230,7 @@ class Mbarriers:
             self._asleep.setdefault((id(barrier), self._machine.place), []).append(lane)
 
     def wake(self, barrier: Mbarrier) -> None:
-        """Let the lanes that wait for a barrier look at it again."""
+        """Let the lanes that wait for a barrier test it again."""
         machine = self._machine
         for key in [key for key in self._asleep if key[0] == id(barrier)]:
             mask = np.zeros(machine.size, np.bool_)
@@ -256,7 +265,7 @@ ACCESSES["mbarrier"] = lambda inst: ("shared", 8)
 
 @instruction("mbarrier")
 def mbarrier(inst: Instruction) -> Execute | Step | None:
-    """Every operation on a barrier."""
+    """Build an operation on a barrier."""
     kind = _plain(inst)
     operands = list(inst.operands)
     if kind == ("init",):
@@ -313,7 +322,7 @@ def _arrive(
 
 
 def _wait(inst: Instruction, operands: list[Operand], *, parity: bool, blocks: bool) -> Step:
-    """Wait for a phase: asleep where the instruction may suspend the lane, else just asking."""
+    """Wait for a phase: sleep if the instruction may suspend the lane, otherwise only test it."""
     write = writer(operands[0])
     address = address_reader(operands[1])
     phase = reader(operands[2], "u32" if parity else "u64")

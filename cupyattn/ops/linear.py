@@ -341,7 +341,7 @@ class Int8Linear:
         return as_given(xp.asarray(up))
 
 
-#: What a rotated layer does to its rows before they are quantised.
+#: The step of a rotated layer before its rows are quantised.
 _ROTATION = RowSteps(None, "", "hadamard", EPS, "channel")
 
 
@@ -430,7 +430,7 @@ def quantised_product(
 # ---- checks of shapes and types -----------------------------------------------------------------
 
 
-#: How a layer of a weight is made, for the message of `check_given`.
+#: The call that makes a layer of a weight, for the message of `check_given`.
 FROM_WEIGHT = "from_weight(weight) makes them of an array (out, in)"
 
 
@@ -475,7 +475,7 @@ def check_bias(bias: Any, codes: Any) -> None:
 def strategy_of_layer(
     shape: tuple[int, ...], scales_shape: tuple[int, ...], rotate: str | None
 ) -> str:
-    """Return what shares a scale. A single block counts as a channel if it may be rotated."""
+    """Return the strategy of a layer. A single block counts as a channel if it may be rotated."""
     by_row = rotate is not None and tuple(scales_shape) == (shape[0], 1)
     return "channel" if by_row else strategy_of_weight(shape, scales_shape)
 

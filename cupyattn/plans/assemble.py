@@ -1,5 +1,4 @@
-"""From a checked call to a `cupyattn.plans.records.Plan`. The only file that casts scalars for a
-kernel."""
+"""Make a plan of a checked call. Only this file casts scalars for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which launches of kernels_cu/backward/ make the gradients of a call: pure data."""
+"""Plan the launches of kernels_cu/backward/ for the gradients of a call: pure data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which launch multiplies INT8 codes: pure data, made of the kernel that was settled."""
+"""Plan the launch that multiplies INT8 codes: pure data, from the settled kernel."""
 
 from __future__ import annotations
 

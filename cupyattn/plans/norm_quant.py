@@ -39,7 +39,7 @@ class NormQuantFeatures:
     vec : {1, 2, 4, 8}
         Elements per access to a row of x.
     channels, rotate : int
-        Of a row of codes, and of a group that is rotated; 0: none is.
+        Channels of a row of codes, and of a rotated group; 0 without rotation.
     norm : {None, "layer", "rms"}
     weight, modulation : {"", "float16", "bfloat16", "float32"}
         Storage types of weight and bias, and of scale and shift; "": there are none.

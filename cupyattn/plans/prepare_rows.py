@@ -1,4 +1,4 @@
-"""Which launch of kernels_cu/prepare/rope.cu or normalise.cu prepares an operand: pure data."""
+"""Plan the launch of kernels_cu/prepare/rope.cu or normalise.cu for an operand: pure data."""
 
 from __future__ import annotations
 

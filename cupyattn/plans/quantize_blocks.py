@@ -1,4 +1,4 @@
-"""How thread blocks of the quantising kernels hold rows, and how many of them."""
+"""Rows in the thread blocks of the quantising kernels, and the number of blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PASS_REGISTERS = 4  # of a row, or more
 
 @dataclass(frozen=True)
 class Blocks:
-    """How thread blocks hold rows, the same in all launches of a plan.
+    """Rows in thread blocks, the same in all launches of a plan.
 
     `vec` elements are read at a time, `registers` of a thread hold rows. `pairs`: some rows are
     prepared, so a lane takes either half of the pairs of columns.

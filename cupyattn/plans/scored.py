@@ -112,7 +112,7 @@ def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> Sc
     mask : Operand
         The buffer ``"mask"``.
     tiles : Tiles
-        Of the kernel: keys of a block, and query rows of a step.
+        Tiles of the kernel: keys of a block, and query rows of a step.
 
     Returns
     -------

@@ -142,7 +142,7 @@ class Rope:
 
     @property
     def pairs(self) -> str:
-        """Which channels make a pair, as `cupyattn.kernels.features.Features.rope` says it."""
+        """The pairing of channels, as in `cupyattn.kernels.features.Features.rope`."""
         return "interleaved" if self.interleaved else "half_split"
 
     def turned(self, q: Array, k: Array) -> tuple[Array, Array]:
@@ -152,7 +152,7 @@ class Rope:
         ----------
         q : (batch, heads, len_q, head_dim) array
         k : (batch, heads_kv, len_kv, head_dim) array
-            Of one storage type.
+            Same storage type as q.
 
         Returns
         -------
@@ -265,7 +265,7 @@ class Norm:
 
     @property
     def vectors(self) -> tuple[int, int]:
-        """How many vectors of weights Q has, and K."""
+        """Number of weight vectors of Q, and of K."""
         return int(self.q_weight.shape[0]), int(self.k_weight.shape[0])
 
 

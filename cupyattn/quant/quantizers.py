@@ -34,7 +34,7 @@ CODES_PAD = 16
 
 
 def group_count(length: int, group: int) -> int:
-    """Return how many scales serve `length` rows.
+    """Return the number of scales for `length` rows.
 
     Examples
     --------
@@ -50,10 +50,11 @@ MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
 
 
 def rows_of_mean(length: int) -> int:
-    """Return how many rows of a head smoothing takes the mean of.
+    """Return the number of rows of a head in the mean that smoothing subtracts.
 
-    A quarter of many rows, or all of few. Any vector that all rows share may be subtracted. The
-    mean of some rows is within the range of every channel, like the mean of all rows.
+    A quarter of the rows if there are many, otherwise all. Any vector that all rows share may be
+    subtracted. The mean of some rows is within the range of every channel, like the mean of all
+    rows.
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ def rows_of_mean(length: int) -> int:
 
 
 def of_mean(x: Array) -> Array:
-    """Return the rows of x that smoothing takes the mean of.
+    """Return the rows of x in the mean that smoothing subtracts.
 
     Parameters
     ----------
@@ -139,15 +140,16 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
     Parameters
     ----------
     absmax : array, float32
-        Largest magnitude, NumPy or CuPy; NaN or infinite where a group holds such a value.
+        Largest magnitude, NumPy or CuPy; NaN or infinite if a group contains such a value.
     largest : float32
         The code of that magnitude.
 
     Returns
     -------
     scale, inverse : array, float32
-        ``absmax / 127`` and ``127 / absmax``, each rounded once. A group of zeros has scale 1;
-        a scale below 2^-126 is raised to that; NaN with inverse 0 where the group is not finite.
+        ``absmax / 127`` and ``127 / absmax``, each rounded once. A group of zeros has scale 1. A
+        scale below 2^-126 is raised to 2^-126. A group that is not finite has scale NaN and
+        inverse 0.
 
     Examples
     --------
@@ -165,7 +167,7 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
 def coding_of_range(
     above: Float32, below: Float32
 ) -> tuple[Float32, Float32, npt.NDArray[np.int32]]:
-    """Return scale, inverse scale and zero point of groups, by how far they reach from 0.
+    """Return scale, inverse scale and zero point of groups, by their distances from 0.
 
     Parameters
     ----------
@@ -176,9 +178,9 @@ def coding_of_range(
     Returns
     -------
     scale, inverse : array, float32
-        Of a range of 255 steps, with the exceptions of `scale_of_absmax`.
+        Scales of a range of 255 steps, with the exceptions of `scale_of_absmax`.
     zero : array, int32
-        -128 to 127: the code of 0. 0 where the group is not finite.
+        -128 to 127: the code of 0. 0 if the group is not finite.
 
     Examples
     --------
@@ -202,7 +204,7 @@ def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
 
 
 def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
-    """Return given scales and their inverses; NaN and 0 unless a scale is finite and normal."""
+    """Return given scales and inverses; NaN and 0 for scales that are not finite and normal."""
     usable = np.isfinite(static) & (static >= SCALE_MIN)
     inverse = np.float32(1) / np.where(usable, static, np.float32(1))
     return np.where(usable, static, np.float32(np.nan)), np.where(usable, inverse, np.float32(0))
@@ -223,7 +225,7 @@ def quantize_values(
     mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from every key's value first.
     per_tensor : bool
-        One scale for all of V, which every channel has; `group` is then GROUP_ALL.
+        One scale for all of V, repeated for every channel; `group` is then GROUP_ALL.
     e4m3 : bool
         Codes are 8-bit floats up to 448 in place of integers up to 127.
 
@@ -306,11 +308,11 @@ def quantize_values_affine(
 
 
 def stored_values(codes: Array) -> Array:
-    """Return codes (batch, heads_kv, head_dim, len_kv) as kernels read them.
+    """Return codes (batch, heads_kv, head_dim, len_kv) in the order in which kernels read them.
 
-    Zeros pad the keys to a multiple of VALUES_PAD. Among every 16 keys, key 8 n + 2 t + j is stored
-    at place 4 t + 2 n + j. A lane of a matrix product has the scores of keys 2 t, 2 t + 1, 8 + 2 t
-    and 9 + 2 t, so their values become neighbours.
+    Zeros pad the keys to a multiple of VALUES_PAD. Among every 16 keys, key 8 n + 2 t + j is
+    stored at place 4 t + 2 n + j. In a matrix product, lane t has the scores of keys 2t, 2t+1,
+    2t+8 and 2t+9, so their values become neighbours.
 
     Parameters
     ----------
@@ -340,7 +342,7 @@ def values_by_key(stored: Array, length: int) -> Array:
 
 
 def padded_columns(head_dim: int) -> int:
-    """Return how many bytes a row of codes of Q or K takes.
+    """Return the number of bytes of a row of codes of Q or K.
 
     Examples
     --------
@@ -351,7 +353,7 @@ def padded_columns(head_dim: int) -> int:
 
 
 def in_padded_rows(codes: Array) -> Array:
-    """Return codes of Q or K in rows as the kernels leave them: a view of padded ones.
+    """Return codes of Q or K as the kernels store them: a view of padded rows.
 
     Parameters
     ----------

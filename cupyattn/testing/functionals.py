@@ -72,7 +72,7 @@ def sums_over_channels(
     residual : (batch, heads, len(rows), head_dim) array
         Output less exact attention, float64.
     bound : Bound
-        Of these rows.
+        Bound of these rows.
     rows : 1-D integer array
     numerics : Numerics, optional
         As for `cupyattn.bounds.attention`.

@@ -1,4 +1,4 @@
-"""What experiments judge and time: cells, each a rung or a peer, on problems.
+"""Cells that experiments judge and time, each a rung or a peer on a problem.
 
 An experiment names its cells and how to run one. Here each cell is first held to its error bound;
 one that misses it has no time. Compared cells take turns in one run, round by round, on inputs that

@@ -1,4 +1,4 @@
-"""What tests of the gradients share, on a device and in the interpreter: problems and runs."""
+"""Problems and runs that tests of the gradients share, on a device and in the interpreter."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.support.runs import (
     rope_tables,
 )
 
-#: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
+#: Arguments of `cupyattn.attention_backward`: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
-#: By the option of `attention_backward`.
+#: Values by the option of `attention_backward`.
 FORMS = {"atomic": False, "deterministic": True}
 #: The same of Hopper, where these are compiled for it.
 HOPPER_FORMS = {f"sm90_{name}": deterministic for name, deterministic in FORMS.items()}
@@ -251,10 +251,10 @@ def run_packed_backward(
     of_lse: bool = False,
     **options: Any,
 ) -> Iterator[BackwardRun]:
-    """Call `attention_varlen_backward`; yield what came of every sequence that has rows and keys.
+    """Call `attention_varlen_backward`; yield the results of every sequence that has rows and keys.
 
-    `move` brings arrays to where they are to be; `of_lse`: lse has a gradient, too. Rows of other
-    sequences count for nothing: those of an empty one in q leave keys without gradients.
+    `move` moves arrays to their device; `of_lse`: lse has a gradient, too. Rows of other sequences
+    have no influence: an empty sequence in q leaves its keys without gradients.
     """
     host, ends = packed(lengths, 4, 2, head_dim)
     inputs = move(*host)

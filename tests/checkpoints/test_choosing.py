@@ -134,7 +134,7 @@ def relative(layer: ca.Int8Linear, x: Any, w: Any) -> float:
     return float(np.linalg.norm(layer(x) - exact) / np.linalg.norm(exact))
 
 
-#: Inputs of a layer: their channels, what is done to normal numbers, and what the layer gets.
+#: Inputs of a layer: their channels, the change of normal numbers, and the layer's way.
 INPUTS = {
     "normal": (1536, lambda x: x, Way("channel")),
     "0.5 % x 30": (3072, lambda x: planted(x, np.arange(0, 3072, 200), 30), ROTATED),

@@ -1,4 +1,4 @@
-"""Kernels state what they need of tiles and features: each ``static_assert`` trips, and says so."""
+"""Kernels state requirements on tiles and features; each ``static_assert`` fails by name."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "pruning/largest_keys.cu": Tiles(1, 1, 16),
     "pruning/gather_rows.cu": Tiles(32, 1, 4),
 }
-#: Source, what is changed, and the sentence that must come back.
-#: A kernel with softcap, bias or mask before its softmax.
+#: Source, the change, and the expected sentence. A kernel with softcap, bias or mask before its
+#: softmax.
 SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 #: The pass in front of a product.
 NORMED = {

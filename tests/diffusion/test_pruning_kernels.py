@@ -61,7 +61,7 @@ SLOW = ("two chunks of a head", "wide rows", "no scale")
 def check_importance(
     q: np.ndarray, k: np.ndarray, scale: float | None, rows: int, **how: Any
 ) -> tuple[Any, Any, Any]:
-    """Importance, what it is in float64, and its bound; operands stay as they are."""
+    """Compare importance with float64 and its bound; operands must not change."""
     before = q.tobytes(), k.tobytes()
     found = key_importance(q, k, scale=scale, rows=rows, **how)
     assert (q.tobytes(), k.tobytes()) == before
@@ -317,7 +317,7 @@ def test_what_does_not_fit_together_says_so() -> None:
     q, k = operands((3, 2), (5, 12), 16)
     importance = np.zeros((1, 2, 12), np.float32)
     for error, message, call in (
-        (ValueError, r"the heads of k must divide those of q, got q.shape=\(1, 3, 5, 16\) k",
+        (ValueError, r"the heads of k must divide the heads of q, got q.shape=\(1, 3, 5, 16\) k",
          lambda: key_importance(q, k)),
         (ValueError, "backend must be", lambda: key_importance(k, k, backend="gpu")),
         (TypeError, "importance must be float32, got float64",

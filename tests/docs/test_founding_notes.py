@@ -90,14 +90,14 @@ def typed(title: str) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what is printed, and warnings of options without effect, which tests/diffusion holds."""
+    """Drop printed text, and warnings of options without effect, which tests/diffusion checks."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
 def before(title: str) -> dict[str, Any]:
-    """The names that blocks before have left: those of the first."""
+    """The names defined by earlier blocks, here by the first."""
     names: dict[str, Any] = {"np": np}
     if title not in ("call", "torch: call"):
         with quiet():

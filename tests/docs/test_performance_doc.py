@@ -1,4 +1,4 @@
-"""docs/PERFORMANCE.md is what its records say, and every part is written from what scripts keep."""
+"""docs/PERFORMANCE.md agrees with its records, and every part is written from stored records."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_is_not_measured_is_not_on_the_page(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_parts_alone_follow_from_what_is_left() -> None:
-    """Whole 10, copies 2; each part's own time beside the copies, and what it saves."""
+    """Whole 10, copies 2; each part has its time alone, and the time that its removal saves."""
     times = {(): 10.0, breakdown.PARTS: 2.0}
     times |= {breakdown.PARTS[1:]: 6.0, breakdown.PARTS[::2]: 5.0, breakdown.PARTS[:2]: 7.0}
     times |= {(part,): 8.0 for part in breakdown.PARTS}
@@ -186,7 +186,7 @@ def test_layers_of_comfy_kitchen_have_columns_where_they_took_part() -> None:
     column = header.index(f"channel, x {COMFY}")
     assert (line[column], refused[column]) == ("1.50 [1.40, 1.60]", "-")
     assert "Missing: made up, twice." in present
-    assert any(f"channel over {COMFY} 1.50 (1.50)" in line for line in present)
+    assert any(f"Over {COMFY}: channel 1.50 (1.50)" in line for line in present)
     assert f"{COMFY} took no part in this record." in absent
     assert not any(f"x {COMFY}" in line for line in absent)
 

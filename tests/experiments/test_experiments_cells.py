@@ -1,4 +1,4 @@
-"""Cells of experiments: what is judged, timed and counted; grids of them: what is written, when."""
+"""Cells of experiments: judged, timed and counted; and grids of cells, with the written records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_problem_may_have_two_lengths() -> None:
 
 
 def fake_times(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the harness believe that there is a device; return the names of what it times."""
+    """Let the harness believe that there is a device; return the names of timed calls."""
     timed: list[str] = []
 
     def time_interleaved(calls: dict[str, Any], **_: Any) -> dict[str, list[float]]:

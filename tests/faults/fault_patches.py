@@ -1,4 +1,4 @@
-"""Deliberate mistakes: what the files in tests/faults say, and how to plant them in a copy.
+"""Deliberate mistakes: read the files in tests/faults, and plant them in a copy.
 
 A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wrong, in one
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
@@ -74,7 +74,7 @@ class Fault:
         return copy
 
     def check(self, folder: Path) -> None:
-        """Assert that it says in one sentence what it is, changes three lines, and applies."""
+        """Assert that the patch has a description, changes three lines, and applies."""
         assert re.fullmatch(r"[A-Z][^.]+\.", self.sentence), "one sentence"
         assert self.caught_by in ("J2", "interpreter")
         assert (self.kind in KINDS and self.line != "") == (self.caught_by == "interpreter")

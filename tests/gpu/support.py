@@ -1,5 +1,4 @@
-"""What the tests on a device share, beside tests/support/runs.py: CuPy's arrays, forms, compiling
-ahead."""
+"""Code that tests on a device share, like tests/support/runs.py: arrays, forms, compiling ahead."""
 
 from __future__ import annotations
 

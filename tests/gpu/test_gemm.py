@@ -29,9 +29,9 @@ from tests.quant.gemm_cases import REGIMES, Product, product
 from tests.quant.quant_inputs import operand
 
 FORMS = ("portable", "sm90")
-#: Of the portable form, on devices that have clusters.
+#: Tiles of the portable form, on devices that have clusters.
 SHARED = (GemmTiles(32, 64, 4, 6, splits=2), GemmTiles(16, 128, 4, 6, splits=4))
-#: Of the Hopper form, with three warpgroups that compute.
+#: Tiles of the Hopper form, with three warpgroups that compute.
 THREE = tuple(GemmTiles(192, 128, 16, 5, tail_splits=s) for s in (1, 2))
 
 
@@ -123,7 +123,7 @@ def test_a_block_takes_many_tiles(form: str) -> None:
 
 @pytest.mark.parametrize("tiles", [HOPPER_TILES[0], HOPPER_TILES[1], *THREE], ids=str)
 def test_a_shared_last_wave_gives_the_same_bits_a_hundred_times(tiles: GemmTiles) -> None:
-    """Of several waves, with none of its tiles shared and with some; the bound, with outliers."""
+    """Products of several waves, with and without shared tiles; the bound, with outliers."""
     shape = 3000, 3200, 1104
     assert tiles_alone(*shape[:2], tiles) >= HOPPER_BLOCKS
     assert where_shared(*shape[:2], tiles).any() == (tiles.tail_splits > 1)

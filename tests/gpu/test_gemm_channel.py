@@ -75,7 +75,7 @@ def test_a_layer_holds_its_bound(kind: str) -> None:
 
 
 def test_layers_of_torch() -> None:
-    """A call and one that came again are those of NumPy; captured in a graph, too."""
+    """A first and a repeated call equal NumPy's; so does a call captured in a graph."""
     torch = pytest.importorskip("torch")
     from cupyattn.interop.torch import Int8Linear
 

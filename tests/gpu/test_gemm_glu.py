@@ -39,7 +39,7 @@ def arch_of_form(form: str) -> str | None:
     ids=str,
 )
 def test_all_tiles_hold_the_bound(form: str, tiles: GemmTiles, strategy: str, kind) -> None:
-    """Halves that end within a block of scales, and those of whole blocks."""
+    """Halves that end within a block of scales, and halves of whole blocks."""
     if form == "portable" and tiles.splits > 1 and capability() < 90:
         pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
     activation, out_dtype = kind

@@ -48,7 +48,7 @@ def test_a_captured_call_owns_its_scratch_memory(rung: str) -> None:
 
 
 def test_a_call_is_found_again_and_only_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found is neither checked nor planned."""
+    """A found call is neither checked nor planned."""
     q, k, v = on_device(*normal(*SHAPES))
     checked = checked_calls(monkeypatch)
     before = bits(attention(q, k, v, variant="fa"))

@@ -1,7 +1,6 @@
 """Rotary embeddings on the device: J1 of the pass, every rung within its bound, recent calls.
 
-`tests/problem/test_rope.py` says the same of the mirror and the interpreter, and what each test
-means.
+`tests/problem/test_rope.py` tests the mirror and the interpreter, and explains each test.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def run_among_rows(rung: str) -> runs.Run:
     "rung", ["fa_tc@sm90", CODES, cases.FP8, *slow((CODES_OF_V, cases.BY_TILE))]
 )
 def test_a_window_that_begins_among_the_rows_of_a_warp(rung: str) -> None:
-    """Of some rows a step is masked and of others not: the lanes of the warp go one way."""
+    """A step is masked for only some rows, but the lanes of the warp take one path."""
     one = run_among_rows(rung)
     assert one.form == rung.partition("@")[2]
     one.check()

@@ -53,7 +53,7 @@ def test_a_pass_of_several_slices_leaves_a_remainder(slices: int, block_n: int) 
 
 
 def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
-    """Its ring of stages goes on where the tile before ended; scales and columns are those of each.
+    """Its ring of stages continues where the last tile ended; each tile has its scales and columns.
 
     Outliers, too, are steps of the ring.
     """

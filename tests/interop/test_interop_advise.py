@@ -213,7 +213,7 @@ def test_what_is_no_diffusion_transformer_is_said(
     for given in (tmp_path, tmp_path / "model_index.json"):
         assert cli.main(["advise", str(given), "--tokens", "4096"]) == 2
         error = capsys.readouterr().err
-        assert "is the folder of a pipeline: give that of a model in it" in error
+        assert "is the folder of a pipeline: give the folder of a model in it" in error
         assert str(tmp_path / "transformer") in error
     for config_, message in (({}, "none of attention_head_dim"),
                              ({"attention_head_dim": 64}, "no layer is named to_q")):  # fmt: skip

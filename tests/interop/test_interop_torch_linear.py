@@ -210,7 +210,7 @@ def test_layers_that_are_shared_hooked_or_another_kind() -> None:
     assert module[0] is module[1] and isinstance(module[0], interop.Int8Linear)
     assert handle.kept == {
         "2": "a Own", "3": "has hooks", "4": "holds no numbers, on the meta device",
-        "5": "has a forward of its own",
+        "5": "has its own forward",
     }  # fmt: skip
     own, module[1] = module[1], nn.Identity()
     handle.restore()
@@ -221,7 +221,7 @@ def test_layers_that_are_shared_hooked_or_another_kind() -> None:
 
 
 def test_a_model_with_int8_layers_is_fine_tuned() -> None:
-    """Gradients reach what is left to train."""
+    """Gradients reach the trainable rest."""
     module = model("float32")
     interop.replace_linear_with_int8(module, backend="mirror")
     module(torch.randn(9, 128)).square().mean().backward()
@@ -248,7 +248,7 @@ def test_what_replacing_refuses(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_replaced_already_are_named() -> None:
-    """As for attention, also where other linear layers of the model were kept."""
+    """As for attention, they are named even if other linear layers of the model were kept."""
     module = model("float32")
     handle = interop.replace_linear_with_int8(module, backend="mirror")
     assert handle.kept
@@ -413,9 +413,9 @@ def test_codes_of_others_are_loaded(tmp_path: Path, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "activations", "said"),
     [
-        ("channel", {**TOKENS, "dynamic": False}, "those of 'fc.weight' are to have static scales"),
+        ("channel", {**TOKENS, "dynamic": False}, "of 'fc.weight' must have static scales"),
         ("channel", {**TOKENS, "strategy": "tensor"}, "have the strategy 'tensor'"),
-        ("channel", {**TOKENS, "symmetric": False}, "are to have zero points"),
+        ("channel", {**TOKENS, "symmetric": False}, "must have zero points"),
         ("channel", {**TOKENS, "num_bits": 4}, "have 4 bits of type 'int'"),
         ("group", TOKENS, "the codes of 'fc.weight' are in blocks of 1 x 32"),
     ],

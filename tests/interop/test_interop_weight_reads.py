@@ -1,4 +1,4 @@
-"""`Int8Linear.weight`: what other libraries read of it, and writes, of which each is refused."""
+"""`Int8Linear.weight`: reads by other libraries, and writes, each of which is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole calls in the interpreter: J1, J2 and J3 of every rung, and what its kernels may touch."""
+"""Whole calls in the interpreter: J1, J2 and J3 of every rung, and its kernels' memory accesses."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_kinds_of_values(rung: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_batches_and_grouped_heads(rung: str) -> None:
-    """As each head on its own, to the bit."""
+    """They equal each head alone, bit for bit."""
     head_dim, _ = head_dims(rung)
     q, k, v = normal((2, 4, 35, head_dim), (2, 2, 33, head_dim))
     whole = run(rung, (q, k, v), causal=True)
@@ -222,7 +222,7 @@ def test_what_lies_outside_the_arrays_has_no_influence(rung: str, dtype: str) ->
         amid_nan.check()
 
 
-#: Of these the blocks together are compared with one by one: threads, lanes, warpgroups.
+#: Rungs whose blocks run together and one by one, for comparison: threads, lanes, warpgroups.
 TOGETHER = ("fa_warps", "fa_tc", "fa_tc@sm90", "fa_int8@sm90")
 
 

@@ -1,4 +1,4 @@
-"""Clusters of blocks on the interpreter: what it finds, and what is no finding."""
+"""Clusters of blocks in the interpreter: findings, and correct kernels without findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyattn.interpret import KernelFault, executor, schedule
 from cupyattn.interpret.executor import run_kernel
 from tests.interpret.raw_kernels import spec
 
-#: Each thread writes a row, and reads that of its place in the next block.
+#: Each thread writes a row, and reads the row of its place in the next block.
 KERNEL = """#include "prims/instructions/cluster.cuh"
 extern "C" __global__ CLUSTER_OF_SPLITS void kernel(const float* x, float* y) {
   __shared__ alignas(16) float row[64][4];

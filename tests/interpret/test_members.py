@@ -1,4 +1,4 @@
-"""The members of a kernel's shared memory lie where the compiler puts them."""
+"""The members of a kernel's shared memory have the compiler's offsets."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_compiles(
 
 
 def by_default() -> Iterator[Any]:
-    """Yield what is looked through for spills: at head_dim 128 every type, every architecture.
+    """Yield the kernels that are checked for spills: at head_dim 128 every type and architecture.
 
     Types and architectures differ little in registers: of the other head sizes float16, on the
     oldest and on Hopper. A causal mask takes registers: calls without one are compiled at 128 in
@@ -165,7 +165,7 @@ def test_default_tiles_spill_nothing(
         assert spilled <= allowed, f"{entry} for {arch} takes {taken}: {spec}"
 
 
-#: What is compiled at once of `test_own_lengths_spill_nothing`: packed sequences, and a mask.
+#: Cases of `test_own_lengths_spill_nothing` that compile at once: packed sequences, and a mask.
 AT_ONCE = ("varlen", True)
 #: Forms of which all packed sequences are left to the slow tests.
 SELDOM = {
@@ -258,7 +258,7 @@ def check_no_spills(variant: Variant, form: str, features: Features, tiles: Tile
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
-    """What lengths that leave wide steps empty have in their place."""
+    """These steps replace wide steps for lengths that would leave them empty."""
     variant, form = VARIANTS["fa_int8"], "sm90_pv8"
     for head_dim in variant.forms[form].tiles.other:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)

@@ -323,7 +323,7 @@ def test_a_counter_that_stands_still_is_said_so() -> None:
 
 
 class Library:
-    """What stands in for the driver's library: answers each question with a number."""
+    """A stand-in for the driver's library, which answers each question with a number."""
 
     def __init__(self, **answers: int) -> None:
         self.answers, self.closed = answers, False

@@ -1,4 +1,4 @@
-"""The kernels of what Hopper has: barriers, the copy engine, registers of warpgroups, ``wgmma``."""
+"""Kernels of Hopper's features: barriers, the copy engine, registers of warpgroups, ``wgmma``."""
 
 from __future__ import annotations
 

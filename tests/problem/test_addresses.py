@@ -145,8 +145,8 @@ def refusal(name: str, argument: str, x: np.ndarray) -> str:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_subclasses_are_refused(name: str) -> None:
-    """Masked arrays, and those that say something else of their elements."""
-    ignored = r"masked array, whose mask would be ignored: pass .*mask="
+    """Masked arrays, and other subclasses that change the meaning of elements."""
+    ignored = r"masked, because the mask would be ignored: pass .*mask="
     other = r"numpy\.ndarray or numpy\.memmap, got .*np\.asarray\(x\)"
     answers = [
         (argument, said, refusal(name, argument, array))
@@ -185,7 +185,7 @@ def test_misaligned_arrays_come_in_by_dlpack() -> None:
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_of_masked_arrays_are_refused(kind: Any) -> None:
     sigmas = kind(np.ma.MaskedArray([8.0, 2.0, 0.5], mask=[False, True, False]))
-    with pytest.raises(TypeError, match="sigmas must hold no masked array"):
+    with pytest.raises(TypeError, match="sigmas must not be masked"):
         ca.compute_adaptive_scales(sigmas)
 
 

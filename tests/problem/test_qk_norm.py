@@ -66,7 +66,7 @@ def weights(head_dim: int, *, by_head: bool = False, dtype: str = "float32") -> 
 
 
 def options_of(head_dim: int, kind: str) -> dict[str, Any]:
-    """What is asked for of the rows, by name."""
+    """Return the requested preparation of rows, by name."""
     tables = rope_tables(90, head_dim)
     return {
         "norm": {"qk_norm": weights(head_dim)},
@@ -291,7 +291,7 @@ def test_packed_sequences_are_prepared_each_from_its_own_first_row() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_added_to_the_launches(kind: str) -> None:
-    """Of the default quantisation, and where all scales need a pass before; V comes along."""
+    """The default quantisation, and one whose scales all need a pass before; V is included."""
     q, k, v = arrays(head_dim=64)
     options = options_of(64, kind)
     for quant in QUANTS[:4]:

@@ -193,9 +193,8 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
     ],
 )
 def test_the_kernels_attend_with_turned_operands(interleaved: bool, rung: str, dtype: str) -> None:
-    """To the bit what they do with operands that were turned beforehand, and within the bound.
-
-    fa_int8 rounds nothing to 16 bits between: with those that `quantize` turned.
+    """Results equal those with operands turned beforehand bit for bit, and are within the bound.
+    fa_int8 does not round to 16 bits in between, so `quantize` turns its operands.
     """
     q, k, v = arrays(dtype)
     options: dict[str, Any] = {

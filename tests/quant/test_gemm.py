@@ -29,7 +29,7 @@ SHAPES = (
     GemmTiles(block_m=16, block_n=256, num_warps=4, num_stages=2),
 )
 
-#: Of the Hopper form.
+#: Tiles of the Hopper form.
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 # ---- what it is ----------------------------------------------------------------------------------
@@ -137,8 +137,7 @@ def test_outliers_and_activations_of_the_kernel(activation: str) -> None:
 
 
 def amid_others(p: Product, offset: int, **more: Any) -> Product:
-    """The same with odd addresses and strides, leading axes, and NaN in the scales beside those
-    that are read."""
+    """The same with odd addresses and strides, leading axes, and NaN beside used scales."""
     views = []
     for x, first in zip(p.operands, (offset, 1, offset, 2), strict=True):
         other = 127 if x.dtype == np.int8 else np.nan

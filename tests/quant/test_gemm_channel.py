@@ -28,9 +28,9 @@ from tests.support.marks import slow, slow_unless
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
-#: As it is taken for many rows, but for the stages.
+#: Tiles for many rows, except for the stages.
 LARGE = GemmTiles(block_m=128, block_n=256, num_warps=12, num_stages=2)
-#: Tiles that blocks share: all of them, and those of the last wave.
+#: Tiles that blocks share: all tiles, or the tiles of the last wave.
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 TAIL = GemmTiles(64, 64, num_warps=8, num_stages=2, tail_splits=2)
 
@@ -50,7 +50,7 @@ def test_the_exact_product_is_that_of_the_numbers() -> None:
 
 
 def test_the_bound_is_not_wide() -> None:
-    """Three roundings of float32; in 16 bits that of the store."""
+    """It has three roundings of float32; in 16 bits the rounding of the store."""
     p = by_channel(1, (20, 140, 512))
     size = np.abs(ca.quant.gemm_exact(*p.operands)).mean()
     assert ca.quant.gemm_error(*p.operands, "float32").mean() < 4 * 2.0**-24 * size

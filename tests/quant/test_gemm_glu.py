@@ -23,7 +23,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, product, run
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
-#: Of columns enough that all lanes of a warp store together.
+#: Tiles with enough columns that all lanes of a warp store together.
 WIDE = GemmTiles(32, 128, num_warps=2, num_stages=2)
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 #: Blocks that share a tile add up single fragments: rows g of both halves, or rows g + 8.

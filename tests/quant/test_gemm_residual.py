@@ -97,7 +97,7 @@ def test_the_kernel_is_the_mirror_to_the_bit(strategy, shape, tiles, out_dtype, 
 @pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gate_of_float32_keeps_its_digits(strategy: str, out_dtype: str) -> None:
-    """As models with modulation in float32 have it; odd addresses of the gate included."""
+    """Models with modulation in float32 have such gates; the gate also has odd addresses."""
     p = product(6, (36, 46, 200), out_dtype=out_dtype, bias=True, strategy=strategy, gates=2)
     wide = np.full((2, 60), np.nan, np.float32)
     for first in (0, 3, 4):
@@ -110,7 +110,7 @@ def test_a_gate_of_float32_keeps_its_digits(strategy: str, out_dtype: str) -> No
 
 
 def test_residuals_amid_others() -> None:
-    """Leading axes, strides and odd addresses, NaN beside what is read."""
+    """Leading axes, strides and odd addresses, with NaN beside the numbers that are read."""
     p = product(4, (34, 33, 200), out_dtype="float16", strategy="channel", gates=2)
     residual, gate = (np.full((len(x), 70), np.nan, np.float16) for x in (p.residual, p.gate))
     residual[:, 1:34], gate[:, 3:36] = p.residual, p.gate

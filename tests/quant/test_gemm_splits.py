@@ -81,7 +81,7 @@ def test_the_mirror_holds_its_bound(
 
 
 def test_no_term_meets_more_roundings_than_in_one_chain() -> None:
-    """What the bound of G2 rests on: a part's chain and the sums behind it, first to last part."""
+    """The basis of the bound of G2: a part's chain and the sums after it, first to last part."""
     for slices in range(1, 200):
         for splits in range(1, min(slices, MOST_SPLITS) + 1):
             ends = [rank * slices // splits for rank in range(splits + 1)]

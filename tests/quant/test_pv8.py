@@ -227,7 +227,7 @@ def test_the_bound_is_a_tenth_of_the_output() -> None:
 
 
 def test_values_with_a_bias_need_their_mean() -> None:
-    """A sum of codes divides what it is part of, so the bias itself is kept; V's steps are wide."""
+    """A sum of codes is divided by its weights, so the bias itself is kept; V's steps are wide."""
     q, k, v = (x.astype(np.float32) for x in normal((1, 2, 32, 64), (1, 2, 256, 64)))
     v = v + np.float32(100)
     exact = attention_exact(q, k, v)

@@ -18,7 +18,7 @@ from tests.support.marks import slow_unless
 from tests.support.runs import bits, check_each_alone, normal, packed
 
 TILES = Tiles(64, 64, 4, 2)
-#: Of each kind of codes of V.
+#: Configurations of each kind of codes of V.
 CONFIGS = (
     QuantConfig(pv="int8", granularity_v="tensor"),
     QuantConfig("tensor", "tensor", "tensor", pv="int8", symmetric=False),

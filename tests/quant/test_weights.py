@@ -39,7 +39,7 @@ CASES = {
     "whole": (BF16, (128, 128), 128), "a row": (F32, (1, 300), 128), "a column": (F16, (300, 1), 7),
     "a convolution": (F16, (20, 5, 3, 4), 16), "odd blocks": (F32, (100, 90), 45),
 }  # fmt: skip
-#: Those that are fast stand for the others.
+#: Fast cases, which represent the others.
 SLOW = ("a row", "a column", "whole", "odd blocks", 1)
 
 
@@ -183,7 +183,7 @@ def test_a_weight_is_one_launch_without_spills(dtype: np.dtype, form: tuple[int,
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 def test_threads_fit_every_size_of_block(dtype: np.dtype) -> None:
-    """What the kernel asserts, and that a thread takes 16 accesses at most."""
+    """The kernel's assertions hold, and a thread makes at most 16 accesses."""
     for block in range(1, MOST_BLOCK + 1):
         for columns in {block * n for n in (1, 2, 4, 8)}:
             found = plan(dtype, (300, columns), block)

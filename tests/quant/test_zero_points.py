@@ -44,7 +44,7 @@ TILES = Tiles(64, 32, 4, 2)
 REGIMES = (
     "normal", "outlier channel", "constant rows", "subnormal", "signed zeros", "huge", "wide",
 )  # fmt: skip
-#: How the numbers lie about 0.
+#: Positions of the numbers relative to 0.
 SHAPES = ("both sides", "above", "below", "spike", "far above")
 #: docs/MATH_REFERENCE.md [L15].
 HALF_STEP = 0.5 * (1 + 2.0**-12)
@@ -382,7 +382,7 @@ def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
 
 
 def test_numbers_on_one_side_cost_half_as_much() -> None:
-    """What zero points are for: an error of V, whose numbers are all above 0, is halved."""
+    """Zero points halve the error of V if all of its numbers are above 0."""
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64), "float32")
     v = np.abs(v)
     error = {}

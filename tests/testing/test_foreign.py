@@ -284,7 +284,7 @@ def test_what_the_bound_does_not_cover_is_refused() -> None:
         judge(q, q, k, v)
     with pytest.raises(ValueError, match="leave quantized out"):
         judge(q, q, k, v, numerics=flash, variant="fa_int8", quantized=ca.quantize(q, k, v))
-    with pytest.raises(ValueError, match="must be those of cupyattn.testing.numerics"):
+    with pytest.raises(ValueError, match="must be a result of cupyattn.testing.numerics"):
         from cupyattn.bounds.foreign import bound_foreign
 
         bound_foreign(None, replace(flash, foreign=None))  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ def accelerate(
     Raises
     ------
     TypeError
-        For anything but a pipeline or a module, and for arguments of another type.
+        If the first argument is neither a pipeline nor a module, and for arguments of another type.
     ValueError
         For an unknown accuracy or way to compile, for a pattern that no name matches, for
         activations of an unknown layer or beside a checkpoint, for codes of another model, and as

@@ -86,12 +86,12 @@ class Request:
 
     @property
     def selection(self) -> Selection:
-        """Which layers and attention modules are meant."""
+        """The layers and attention modules that the request selects."""
         return Selection.of(self.include, self.exclude)
 
     @property
     def how(self) -> str:
-        """The way to compile of the recorded gains that apply to this request."""
+        """The way of compiling whose recorded gains apply to this request."""
         return "graphs" if self.compile == "graphs" else "blocks"
 
 
@@ -123,7 +123,7 @@ class Part:
     accuracy: str = ""
 
     def own(self, given: Activations | None) -> Activations | None:
-        """Return the entries whose names begin with the part's prefix, by names without it."""
+        """Return the entries whose names begin with the part's prefix, without that prefix."""
         if given is None:
             return None
         mine = {n: x for n, x in given.items() if n.startswith(self.prefix)}
@@ -168,14 +168,14 @@ def part_of(prefix: str, model: nn.Module) -> Part:
 def codes_of(
     part: Part, checkpoint: str | PathLike[str] | None, *, alone: bool
 ) -> Path | None:
-    """Return where the codes of a model are, of a pipeline in a folder of the component's name.
+    """Return the folder of a model's codes; for a pipeline, it is named as the component.
 
     Parameters
     ----------
     part : Part
     checkpoint : path, optional
     alone : bool
-        The model is the only one, so that `checkpoint` may be its folder.
+        Whether the model is the only one, so that `checkpoint` may be its folder.
 
     Raises
     ------
@@ -191,13 +191,14 @@ def codes_of(
     if not alone:
         raise ValueError(
             f"checkpoint must have a folder for each model, and {checkpoint} has no folder "
-            f"{name!r}: give what save(folder) of the whole pipeline wrote, or exclude={name!r}"
+            f"{name!r}: give the folder that save() of the whole pipeline wrote, or "
+            f"exclude={name!r}"
         )
     return Path(checkpoint)
 
 
 def layer_names(part: Part) -> Iterator[str]:
-    """Yield the names of a model's linear layers, with its prefix, INT8 ones, too."""
+    """Yield the names of a model's linear layers, INT8 or not, with its prefix."""
     for name, *_ in (*linear_layers(part.model), *int8_layers(part.model)):
         yield f"{part.prefix}{name}"
 

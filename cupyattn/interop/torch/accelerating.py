@@ -131,7 +131,7 @@ class Accelerated(Handle):
         return any(len(part.native) < 2 for part in self._handle_parts)
 
     def _handle_is_native(self) -> bool:
-        """Whether all that was replaced is native again, by `restore` of the handle or without."""
+        """Whether everything that was replaced is native again, by this handle or otherwise."""
         linear = any(any(True for _ in int8_layers(part.model)) for part in self._handle_parts)
         attention = self._handle_attention
         return self._handle_is_restored or not (
@@ -256,7 +256,7 @@ def accelerate(
     """Make a module with linear layers faster: INT8 layers, compiled.
 
     `cupyattn.interop.diffusers.accelerate` takes pipelines and models of diffusers, and replaces
-    their attention, too. Everything else is as described there.
+    their attention, too. All other arguments and results are described there.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def accelerate(
     return accelerated(model, [part], request, _no_attention)
 
 
-# ---- how both are made ---------------------------------------------------------------------------
+# ---- shared by both functions `accelerate` -------------------------------------------------------
 
 
 def accelerated(

@@ -39,7 +39,7 @@ ORIGINALS = ("cpu", "device", "drop")
 
 
 class NothingReplaced(ValueError):
-    """No linear layer of a model becomes INT8; the message says why the first ones do not."""
+    """Raised if no linear layer of a model becomes INT8; the message has the first reasons."""
 
 
 class Replacement(Handle):
@@ -81,12 +81,12 @@ class Replacement(Handle):
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Layers that became INT8, and why."""
+        """Layers that became INT8, each with the reason."""
         return self._handle_replaced
 
     @property
     def kept(self) -> dict[str, str]:
-        """Linear layers that did not, and why."""
+        """Linear layers that did not become INT8, each with the reason."""
         return self._handle_kept
 
     # If torch compiles a function that calls the handle, the error gives this reason.
@@ -107,7 +107,7 @@ class Replacement(Handle):
         Warns
         -----
         UserWarning
-            Names layers that are not in the model any more, as of projections that were fused.
+            Names layers that are no longer in the model, such as fused projections.
 
         Notes
         -----
@@ -268,7 +268,7 @@ def replace_linear_with_int8(
     if not reasons:
         why = "; ".join(printable(f"{n}: {reason}") for n, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
-            why = "it is one by itself, which Int8Linear.from_linear quantises"
+            why = "it is itself a linear layer, which Int8Linear.from_linear quantises"
         raise NothingReplaced(
             f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
         )
@@ -281,7 +281,7 @@ def replace_linear_with_int8(
 
 
 def _saved(model: nn.Module, call: Call) -> float:
-    """Return the share of the bytes of a model's weights that the layers of a call have saved."""
+    """Return the share of the model's weight bytes that this call's INT8 layers save."""
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
     now = sum(map(_bytes, model.parameters())) + sum(map(_bytes_of_codes, layers))
     saved = sum(
@@ -304,7 +304,7 @@ def _bytes(x: Tensor) -> int:
 def _candidates(
     model: nn.Module, selection: Selection
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the layers that may be replaced, and why others may not."""
+    """Return the layers that may be replaced, and the reasons for the others."""
     candidates, kept = {}, {}
     for name, linear, obstacle in linear_layers(model):
         if name not in selection:

@@ -1,7 +1,7 @@
-"""Quantising linear layers of a model, one at a time, on the devices of their weights.
+"""Quantise linear layers of a model, one at a time, on the devices of their weights.
 
-A device makes and judges codes itself. Verdicts equal those of `cupyattn.checkpoints.analyze`: if
-rounding could decide, or if a weight is not quantised, the host analyses it as `analyze` does.
+Codes and their errors are computed on the device. Verdicts equal `cupyattn.checkpoints.analyze`:
+if rounding could decide, or if a weight is not quantised, the host analyses it as `analyze` does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from cupyattn.ops.linear import quantised_weight
 from cupyattn.ops.weights import weight_quant
 from cupyattn.quant.blocks import AUTO, Int8Config
 
-#: Short names of the types that weights may have; others have no codes.
+#: Short names of the types of weights that can be quantised.
 _NAMES = {text: short for short, text in FLOATS.items()}
 _OTHER = "F64"
 
@@ -114,12 +114,12 @@ def quantised(
     model: str = "",
     ways: Mapping[str, Way] | None = None,
 ) -> Iterator[tuple[str, Int8Linear | None, str]]:
-    """Yield the name of each layer, an INT8 layer where its weight may be codes, and why.
+    """Yield each layer's name, its INT8 layer or None, and the reason.
 
     Parameters
     ----------
     layers : mapping of str to Linear
-        May lose a layer that was yielded.
+        The caller may remove a layer that was yielded.
     config : Int8Config, optional
     options : mapping
         For `Int8Linear`.
@@ -128,7 +128,7 @@ def quantised(
     model : str
         Class of the model, as for `cupyattn.checkpoints.role_of`.
     ways : mapping of str to Way, optional
-        Of layers that the configuration does not hold for.
+        The ways of layers to which the configuration does not apply.
 
     Raises
     ------
@@ -162,10 +162,10 @@ def quantised(
 def coded(
     name: str, w: Tensor, config: Int8Config, model: str = ""
 ) -> tuple[TensorReport, Made | None]:
-    """Return the verdict on a weight, and its codes and scales if that is INT8.
+    """Return the verdict on a weight, and its codes and scales if the verdict is INT8.
 
-    The report has no hash. If a device accepted the codes by their worst-case errors, it has those
-    errors.
+    The report has no hash. If a device accepted the codes by their worst-case errors, the report
+    has these errors.
     """
     dtype = _NAMES.get(str(w.dtype).removeprefix("torch."), _OTHER)
     info = TensorInfo(dtype, tuple(w.shape))
@@ -196,7 +196,7 @@ def coded(
 
 
 def _rotated(w: Tensor, report: TensorReport) -> Made | None:
-    """Return the codes of a weight that is to be rotated, made where it lies."""
+    """Rotate and quantise a weight on its device; return the codes."""
     if report.rotate is None:
         return None
     if w.is_cuda:

@@ -1,4 +1,4 @@
-"""Writing a model with INT8 layers to a folder that `load_int8` and ``checkpoint=`` read.
+"""Write a model with INT8 layers to a folder that `load_int8` and ``checkpoint=`` read.
 
 The files have the layout of `cupyattn.checkpoints.convert`, so that other readers take them, too.
 The folder appears whole or not at all, and is read back before it gets its name.
@@ -41,7 +41,7 @@ from cupyattn.version import __version__
 
 _EXPORT = "compressed-tensors"
 _SHORT = {str(dtype): name for name, dtype in DTYPES.items()}
-#: Names in files of the types that weights had.
+#: Names of the weights' original types in files.
 _FORMER = {f"torch.{name}": short for short, name in FLOATS.items()}
 
 
@@ -102,7 +102,7 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 
 class _Codes:
-    """The tensors of a model as files have them: a source and the work of `writer` in one."""
+    """The tensors of a model in the form of files: both the source and the work of `writer`."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = dict(int8_layers(model))
@@ -163,7 +163,7 @@ class _Codes:
         return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
 
     def sha256(self, names: set[str]) -> str:
-        """Return a hash of tensors, by which interrupted work recognises its files."""
+        """Return a hash of tensors, by which an interrupted run recognises its files."""
         digest = hashlib.sha256()
         for name in sorted(names):
             self._digests[name] = sha256_of(self.read(name))
@@ -176,7 +176,7 @@ class _Codes:
     def check(self, item: Item, found: Mapping[str, Any]) -> str | None:
         # NOTE: by the hash, so that a device is read once for that and once to write.
         same = sha256_of(found[item.name]) == self._digests[item.name]
-        return None if same else "its bytes are others than before it was written"
+        return None if same else "its bytes changed while it was written"
 
 
 def _named_tensors(model: nn.Module, layers: Mapping[str, Int8Linear]) -> dict[str, Tensor]:
