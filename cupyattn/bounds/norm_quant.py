@@ -16,7 +16,7 @@ from cupyattn.bounds.products import (
 )
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
 from cupyattn.bounds.values import rounding_to_codes
-from cupyattn.kernels.row_teams import RUN, held_of, lanes_of
+from cupyattn.kernels.row_teams import RUN, team_of
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, gate_and_other
 from cupyattn.quant.blocks import BLOCK_SIZE, by_column
 from cupyattn.quant.rotation import group_of, rotated
@@ -71,8 +71,7 @@ def norm_quant_error(x: Array, scales: Array, steps: RowSteps, vectors: Vectors)
 def _normalised(x: Float64, steps: RowSteps) -> tuple[Float64, Float64]:
     """Return rows normalised exactly, and the error of the same in float32 (N1, N2)."""
     channels = x.shape[-1]
-    every = lanes_of(channels) * RUN
-    adds = held_of(channels) // every + int(math.log2(every))
+    adds = team_of(channels, 0 if steps.rotate is None else group_of(channels)).additions
     size, of_mean = np.abs(x).sum(axis=-1, keepdims=True), np.zeros((len(x), 1))
     if steps.norm == "layer":
         of_mean = gamma(adds + 2, U) * size / channels + TINY

@@ -12,7 +12,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES, without_defaults
 from cupyattn.kernels.limits import HOPPER_BLOCKS, MAX_LENGTH
-from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, held_of, lanes_of
+from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, team_of
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
@@ -24,8 +24,11 @@ from cupyattn.quant.row_steps import NORMS, RowSteps
 #: Threads of a block with short rows, and the most rows of a team, one after the other. The vectors
 #: over the channels are prepared once for all rows of a team.
 _THREADS, _STEPS = 128, 16
-#: Warps of a multiprocessor: registers for more are not needed, and rotated rows need more each.
-_WARPS, _WARPS_ROTATED = 24, 20
+#: Warps of a multiprocessor: registers for more are not needed.
+_WARPS = 24
+#: Bytes of shared memory of a Hopper multiprocessor, what a block takes beside its arrays, and the
+#: most threads of a block that keeps factors and offsets of the channels there.
+_SHARED, _BLOCK_BYTES, _THREADS_THAT_SHARE = 228 * 1024, 1024 + 96 * 4, 256
 
 
 @dataclass(frozen=True)
@@ -154,10 +157,10 @@ def plan_norm_quant(
             f"{rows} rows of {channels} channels exceed {MAX_LENGTH} rows or {MOST_CHANNELS} "
             "channels: split the rows, or use backend='mirror'"
         )
-    lanes = lanes_of(channels)
-    teams = max(1, _THREADS // lanes)
-    tiles = GemmTiles(teams, held_of(channels), teams * lanes // 32, num_stages=1)
-    resident = max(1, (_WARPS_ROTATED if rotate else _WARPS) // tiles.num_warps)
+    team = team_of(channels, rotate)
+    teams = max(1, _THREADS // team.lanes)
+    tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
+    resident = _resident(tiles, rotated=bool(rotate), affine=any(types))
     blocks = -(-rows // teams)
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
@@ -176,6 +179,16 @@ def plan_norm_quant(
     grid = -(-blocks // steps)
     launch = Launch(spec, "norm_quant", grid, tiles.num_threads, True, structs)
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)
+
+
+def _resident(tiles: GemmTiles, *, rotated: bool, affine: bool) -> int:
+    """Return how many blocks of a multiprocessor registers and shared memory allow."""
+    blocks = _WARPS // tiles.num_warps
+    if rotated:
+        numbers = 1 + 2 * (affine and tiles.num_threads <= _THREADS_THAT_SHARE)
+        needs = 4 * tiles.block_m * tiles.block_n * numbers + _BLOCK_BYTES
+        blocks = min(blocks, _SHARED // needs)
+    return max(1, blocks)
 
 
 def _by_eight(vector: Operand | None) -> bool:
