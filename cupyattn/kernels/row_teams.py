@@ -89,5 +89,6 @@ def by_lane(x: Any, group: int = 0) -> Any:
     across, groups = lanes_across(group), channels // group
     padded = np.zeros((rows, across, team.runs, team.lanes // across, RUN), x.dtype)
     padded[..., :groups, :] = x.reshape(rows, across, team.runs, groups, RUN)
-    warps = padded.reshape(rows, across, team.runs, -(-team.lanes // WARP), -1, RUN)
+    part = min(team.lanes, WARP)
+    warps = padded.reshape(rows, across, team.runs, team.lanes // part, part // across, RUN)
     return warps.transpose(0, 2, 3, 1, 4, 5).reshape(rows, team.runs, team.lanes, RUN)

@@ -21,9 +21,9 @@ from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
 from cupyattn.quant.rotation import group_of
 from cupyattn.quant.row_steps import NORMS, RowSteps
 
-#: Threads of a block with short rows, and the most rows of a team, one after the other. The vectors
-#: over the channels are prepared once for all rows of a team.
-_THREADS, _STEPS = 128, 16
+#: Threads of a block with short rows, the same if they are rotated, and the most rows of a team,
+#: one after the other. The vectors over the channels are prepared once for all rows of a team.
+_THREADS, _THREADS_ROTATED, _STEPS = 128, 64, 16
 #: Warps of a multiprocessor: registers for more are not needed.
 _WARPS = 24
 #: Bytes of shared memory of a Hopper multiprocessor, what a block takes beside its arrays, and the
@@ -158,7 +158,7 @@ def plan_norm_quant(
             "channels: split the rows, or use backend='mirror'"
         )
     team = team_of(channels, rotate)
-    teams = max(1, _THREADS // team.lanes)
+    teams = max(1, (_THREADS_ROTATED if rotate else _THREADS) // team.lanes)
     tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
     resident = _resident(tiles, rotated=bool(rotate), affine=any(types))
     blocks = -(-rows // teams)

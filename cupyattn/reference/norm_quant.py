@@ -136,11 +136,12 @@ def _row_sum(x: Float32, *, squares: bool = False) -> Float32:
 
     x has the shape (rows, runs, lanes, RUN).
     """
-    rows, every = len(x), x[0, 0].size
+    rows, runs, lanes, run = x.shape
+    every = lanes * run
     sums = np.zeros((rows, 1 << (every - 1).bit_length()), np.float32)
     own = sums[:, :every]
-    for run in x.reshape(rows, -1, every).swapaxes(0, 1):
-        own[:] = fma32(run, run, own) if squares else own + run
+    for part in x.reshape(rows, runs, every).swapaxes(0, 1):
+        own[:] = fma32(part, part, own) if squares else own + part
     while sums.shape[1] > 1:
         sums = sums[:, 0::2] + sums[:, 1::2]
     return sums

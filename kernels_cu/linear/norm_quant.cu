@@ -39,11 +39,11 @@ struct NormQuantParams {
   float eps;           // added to the mean square
 };
 
-constexpr int RUN = 8;                               // neighbouring channels of a lane
-constexpr int LANES = NUM_THREADS / BLOCK_M;         // that share a row, a team
+constexpr int RUN = 8;                                       // neighbouring channels of a lane
+constexpr int LANES = NUM_THREADS / BLOCK_M;                 // that share a row, a team
 constexpr int PART = LANES < WARP_SIZE ? LANES : WARP_SIZE;  // of them in one warp
-constexpr int TEAM_WARPS = ceil_div(LANES, PART);    // of a team
-constexpr int CHUNKS = BLOCK_N / (LANES * RUN);      // runs of a lane
+constexpr int TEAM_WARPS = ceil_div(LANES, PART);            // of a team
+constexpr int CHUNKS = BLOCK_N / (LANES * RUN);              // runs of a lane
 constexpr int RUN_ACCESSES = RUN / VEC;
 constexpr float PER_CHANNEL = 1.0f / CHANNELS;
 
@@ -62,13 +62,13 @@ static_assert(ROTATE == 0 || BY_ROW, "a rotated row has one scale");
 // it. ACROSS lanes of a warp have them, CHUNKS neighbours in this order each.
 constexpr bool ROTATED = ROTATE != 0;
 constexpr int GROUPS = ROTATED ? CHANNELS / ROTATE : 1;
-constexpr int SPAN = GROUPS * RUN;                    // channels between runs of a group
-constexpr int LANE_SPAN = CHUNKS * SPAN;              // and between lanes of a group
+constexpr int SPAN = GROUPS * RUN;        // channels between runs of a group
+constexpr int LANE_SPAN = CHUNKS * SPAN;  // and between lanes of a group
 constexpr int ACROSS = ROTATED ? CHANNELS / LANE_SPAN : 1;
-constexpr int PART_GROUPS = PART / ACROSS;            // groups of a warp
-constexpr int PART_SPAN = PART_GROUPS * RUN;          // channels of these side by side
-constexpr int WIDE = 4;                               // numbers of an access to shared memory
-constexpr int TASKS = ROTATED ? RUN / ACROSS : 1;     // WIDE words of a lane, of ACROSS lanes each
+constexpr int PART_GROUPS = PART / ACROSS;         // groups of a warp
+constexpr int PART_SPAN = PART_GROUPS * RUN;       // channels of these side by side
+constexpr int WIDE = 4;                            // numbers of an access to shared memory
+constexpr int TASKS = ROTATED ? RUN / ACROSS : 1;  // WIDE words of a lane, of ACROSS lanes each
 static_assert(
     ROTATE == 0 || (CHUNKS == 4 && ACROSS * LANE_SPAN == CHANNELS && PART_GROUPS * ACROSS == PART),
     "a lane must have 32 numbers of a group that is rotated, the lanes of one warp all of it");
@@ -82,8 +82,8 @@ struct SharedStorage {
   alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
                           [AFFINE_IN_SHARED ? NUM_THREADS : 1][WIDE];
   // Of the lanes of a team in one warp: numbers that change lanes.
-  alignas(16) float part[ROTATED ? BLOCK_M * TEAM_WARPS : 1]
-                        [ROTATED ? ACROSS * CHUNKS * PART_SPAN : 1];
+  alignas(
+      16) float part[ROTATED ? BLOCK_M * TEAM_WARPS : 1][ROTATED ? ACROSS * CHUNKS * PART_SPAN : 1];
   // Results of the warps for three reductions. Even and odd rows have separate places, so that a
   // warp that is ahead overwrites nothing that another has yet to read.
   uint32_t of_warp[2][3][NUM_WARPS];
@@ -109,6 +109,11 @@ __device__ __forceinline__ int channel_of(int a, int thread = thread_id()) {
 // Whether a channel is one of the row.
 __device__ __forceinline__ bool is_channel(int channel) {
   return BLOCK_N == CHANNELS || channel < CHANNELS;
+}
+// Whether channel j of run a of this thread is one. Most rows consist of whole runs, and a lane of a
+// rotated row has all runs or none.
+__device__ __forceinline__ bool has_channel(int a, int j = 0) {
+  return is_channel(channel_of(ROTATED ? 0 : a) + (CHANNELS % RUN == 0 ? 0 : j));
 }
 
 // Neighbours among the lanes of a team added, then neighbours of the sums; every lane gets the sum.
@@ -153,7 +158,7 @@ struct Loaded {
         for (int i = 0; i < RUN_ACCESSES; ++i) {
           const int past = a * STRIDE + i * VEC;  // channels past the first of this lane
           if (BLOCK_N != CHANNELS) of[half][a][i] = {};
-          if (is_channel(channel_of(0) + past))
+          if (has_channel(a, i * VEC))
             of[half][a][i] =
                 *reinterpret_cast<const Words<elem_t, VEC>*>(X + half * CHANNELS + past);
         }
@@ -257,8 +262,7 @@ __device__ __forceinline__ void centre(Run (&x)[CHUNKS], uint32_t (&of_warp)[NUM
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
-    for (int j = 0; j < RUN; ++j)
-      x[a][j] = is_channel(channel_of(a) + j) ? __fsub_rn(x[a][j], mean) : 0.0f;
+    for (int j = 0; j < RUN; ++j) x[a][j] = __fsub_rn(x[a][j], has_channel(a, j) ? mean : 0.0f);
 }
 
 // N1, N2: divides the row by its root mean square.
@@ -350,8 +354,7 @@ __device__ __forceinline__ void store_rotated(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
   const int thread = thread_id_anew(), lane = thread % PART;
   float* part = smem.part[ROTATED ? thread / PART : 0];  // [ACROSS, CHUNKS, PART_SPAN]
-  turn_own(
-      x, part + lane / PART_GROUPS * (CHUNKS * PART_SPAN) + lane % PART_GROUPS * RUN);
+  turn_own(x, part + lane / PART_GROUPS * (CHUNKS * PART_SPAN) + lane % PART_GROUPS * RUN);
   __syncwarp();  // the numbers of all lanes of a group are visible
   float y[TASKS][ACROSS * WIDE];
   uint32_t absmax = 0;

@@ -381,11 +381,12 @@ BROKEN = [
     ),
     ("linear/row_quant.cu", {"NUM_WARPS": 3}, "NUM_WARPS must be a multiple of BLOCK_M"),
     ("linear/row_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of VEC numbers"),
-    ("linear/norm_quant.cu", {"NUM_WARPS": 3, "BLOCK_M": 2}, "NUM_WARPS must be a multiple of BLO"),
+    ("linear/norm_quant.cu", {"NUM_WARPS": 3, "BLOCK_M": 2}, "the lanes of a row must be whole wa"),
     ("linear/norm_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of 8 channels"),
     ("linear/norm_quant.cu", {"BLOCK_N": 8192}, "BLOCK_N must be at most 32 channels for every"),
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 48}, "ROTATE must divide CHANNELS"),
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BY_ROW": 0}, "a rotated row has one scale"),
+    ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BLOCK_N": 2048}, "a lane must have 32 numb"),
     (
         "linear/weight_blocks.cu",
         {"BLOCK_N": 100},
