@@ -305,8 +305,8 @@ __device__ __forceinline__ void butterfly(float& x, float& y, float sign) {
 // The bits of a lane's own numbers: three of a place in a run, two of a run. A half of a run is
 // stored at a time. Lanes that would meet in a bank begin with the other half.
 __device__ __forceinline__ void turn_own(Run (&x)[CHUNKS], float* part /*[CHUNKS, PART_SPAN]*/) {
-  const bool upper_first = lane_id() & WIDE;
-  const float order = upper_first ? -1.0f : 1.0f;
+  const int first = lane_id() & WIDE;  // of the half
+  const float order = first ? -1.0f : 1.0f;
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a) {
 #pragma unroll
@@ -328,7 +328,7 @@ __device__ __forceinline__ void turn_own(Run (&x)[CHUNKS], float* part /*[CHUNKS
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
     for (int i = 0; i < RUN; i += WIDE)
-      *reinterpret_cast<RunPart*>(part + a * PART_SPAN + (upper_first ? WIDE - i : i)) = {
+      *reinterpret_cast<RunPart*>(part + a * PART_SPAN + (first ^ i)) = {
           x[a][i], x[a][i + 1], x[a][i + 2], x[a][i + 3]};
 }
 // The bits of lanes; the upper two are a digit.
