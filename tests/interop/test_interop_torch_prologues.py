@@ -227,6 +227,53 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     assert [y.shape for y in made] == [(0, 5, OUT), (0, 5, 64)]
 
 
+def two_layers() -> Any:
+    one = layer()
+    return linear_parts.NormedLayers(
+        tensors(5, WIDTH), None, None, None, None, "rms", 1e-6, None, [one.weight_codes] * 2,
+        [one.weight_scale] * 2, [one.bias] * 2, None, None, ["", "silu"], None, "mirror",
+    )  # fmt: skip
+
+
+#: What is wrong with a call of two layers, and the sentence that says so.
+MISCALLED: dict[str, tuple[dict[str, Any], str]] = {
+    "an activation for one": ({"activations": [""]}, "one entry for each layer, got 2, 2, 2, 1"),
+    "a bias for one": ({"biases": [None]}, "one entry for each layer, got 2, 2, 1, 2"),
+    "no layers": (
+        {"weights": [], "weight_scales": [], "biases": [], "activations": []},
+        "one entry for each layer, got 0, 0, 0, 0",
+    ),
+    "a residual of both": ({"residual": tensors(5, OUT)}, "residual goes with one layer, got 2"),
+    "a gate alone": ({"gate": tensors(OUT)}, "gate goes with residual"),
+}
+
+
+@pytest.mark.parametrize("name", MISCALLED)
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_wrong_call_of_the_operator_says_so(name: str, place: str) -> None:
+    changed, sentence = MISCALLED[name]
+    given = two_layers()._replace(**changed)
+    with pytest.raises(ValueError, match=sentence):
+        linear_parts.normed_layers(*given._replace(x=given.x.to(place)))
+
+
+@pytest.mark.parametrize("name", ["x", "norm_weight", "biases"])
+def test_gradients_of_several_layers_are_refused(name: str) -> None:
+    """Without a derivative of its own, torch would return zeros or nothing."""
+    given = two_layers()
+    wanted = tensors(5, WIDTH) if name == "x" else tensors(WIDTH if name != "biases" else OUT)
+    wanted.requires_grad_(True)
+    own = given._replace(**{name: [None, wanted] if name == "biases" else wanted})
+    with pytest.raises(ca.UnsupportedError, match="several layers in one call"):
+        linear_parts.normed_layers(*own)
+    with torch.no_grad():
+        assert len(linear_parts.normed_layers(*own)) == 2
+    if name != "norm_weight":
+        lists = own.weights, own.weight_scales, own.biases, own.activations
+        with pytest.raises(ca.UnsupportedError, match="several layers in one call"):
+            linear_parts.layers(own.x, *lists, None, "mirror")
+
+
 # ---- blocks of diffusers -------------------------------------------------------------------------
 
 

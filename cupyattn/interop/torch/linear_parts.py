@@ -126,12 +126,24 @@ def _layers(
     backend: str | None,
     rotate: str | None = None,
 ) -> list[Tensor]:
+    _check_counts(weights, scales, biases, activations)
     operands = [*zip(weights, scales, biases, strict=True)]
     return multiply(x, operands, tuple(activations), arch, backend, rotate)
 
 
 def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    _check_counts(weights, *others[:3])
     return results_of(x, [(weight,) for weight in weights], others[2])
+
+
+def _check_counts(*lists: Sequence[Any]) -> None:
+    """Raise unless weights, their scales, biases and activations are of the same layers."""
+    counts = [len(one) for one in lists]
+    if len({*counts}) > 1 or not counts[0]:
+        raise ValueError(
+            "weights, weight_scales, biases and activations must have one entry for each layer, "
+            f"got {', '.join(map(str, counts))}: give None for no bias, and '' for no activation"
+        )
 
 
 class NormedLayers(NamedTuple):
@@ -174,8 +186,21 @@ class NormedLayers(NamedTuple):
         return self.norm_weight, self.norm_bias, self.scale, self.shift
 
 
-def _normed_layers(*arguments: Any) -> list[Tensor]:
+def _checked_call(arguments: Sequence[Any]) -> NormedLayers:
+    """Return a call, whose lists are of the same layers and whose epilogue is of one."""
     call = NormedLayers(*arguments)
+    _check_counts(call.weights, call.weight_scales, call.biases, call.activations)
+    if call.residual is not None and len(call.weights) > 1:
+        raise ValueError(
+            f"residual goes with one layer, got {len(call.weights)}: call the operator for each"
+        )
+    if call.gate is not None and call.residual is None:
+        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    return call
+
+
+def _normed_layers(*arguments: Any) -> list[Tensor]:
+    call = _checked_call(arguments)
     return multiply(
         call.x, call.layers, tuple(call.activations), call.arch, call.backend, before=call.before,
         vectors=call.vectors,
@@ -183,7 +208,7 @@ def _normed_layers(*arguments: Any) -> list[Tensor]:
 
 
 def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
-    call = NormedLayers(*arguments)
+    call = _checked_call(arguments)
     return results_of(call.x, call.layers, call.activations)
 
 
@@ -217,4 +242,13 @@ def _refuse(*_: Any, **__: Any) -> Any:
     )
 
 
+def _refuse_several(*_: Any, **__: Any) -> Any:
+    raise UnsupportedError(
+        "the derivative for several layers in one call is not implemented: call each Int8Linear by "
+        "itself, or call it under torch.no_grad()"
+    )
+
+
 differentiate(layer, _refuse, _refuse)
+differentiate(layers, _refuse_several, _refuse_several)
+differentiate(normed_layers, _refuse_several, _refuse_several)
