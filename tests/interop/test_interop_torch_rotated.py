@@ -90,6 +90,43 @@ def test_a_state_dict_loads_into_layers_of_its_rotation_only(rotate: str | None)
         assert torch.equal(into.weight_codes, before)
 
 
+@pytest.mark.slow
+def test_accelerate_fills_in_the_mark_of_a_rotation(tmp_path: Path) -> None:
+    """As INTEROP says: codes that are not rotated go into rotated layers, those that are do not."""
+    accelerate = pytest.importorskip("accelerate")
+    from safetensors.torch import save_file
+
+    options = {"strategy": "channel", "backend": "mirror"}
+    x = rows()
+
+    def layer(rotate: str | None) -> Any:
+        return Int8Linear.from_linear(linear(), rotate=rotate, **options)
+
+    for rotate in (None, "hadamard"):
+        own, into = layer(rotate), layer("hadamard")
+        save_file(own.state_dict(), tmp_path / "m.safetensors")
+        accelerate.load_checkpoint_in_model(into, str(tmp_path / "m.safetensors"), strict=True)
+        assert torch.equal(into.weight_codes, own.weight_codes)
+        assert torch.equal(into(x), own(x)) == (rotate is not None)
+    with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
+        accelerate.load_checkpoint_in_model(layer(None), str(tmp_path / "m.safetensors"))
+
+
+def test_a_state_dict_without_numbers_is_assigned() -> None:
+    options = {"strategy": "channel", "backend": "mirror"}
+    layer = Int8Linear.from_linear(linear(), rotate="hadamard", **options)
+    state = {name: x.to("meta") for name, x in layer.state_dict().items()}
+    into = Int8Linear.from_linear(linear(), rotate="hadamard", **options)
+    into.load_state_dict(state, assign=True)
+    assert into.weight_codes.is_meta and into.weight_rotation.is_meta
+    into.load_state_dict(layer.state_dict(), assign=True)
+    x = rows()
+    assert torch.equal(into(x), layer(x))
+    plain = Int8Linear.from_linear(linear(), **options)
+    with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
+        plain.load_state_dict(state, assign=True)
+
+
 @pytest.mark.parametrize("rotate", slow_unless(lambda _, rotate: rotate == "hadamard", ROTATIONS))
 def test_graphs_have_the_layer(rotate: str) -> None:
     layers = [

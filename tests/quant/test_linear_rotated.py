@@ -124,6 +124,17 @@ def test_contiguous_groups_are_neighbours() -> None:
     assert len(far) == 256 and np.ptp(far) > 900
 
 
+@pytest.mark.parametrize("channels", [64, 256])
+def test_sums_of_a_group_beyond_float32_give_nan(channels: int) -> None:
+    """The signs of a row of the matrix make them all add up."""
+    signs = np.sign(rotation.rotated(np.eye(channels))[:, 3]).astype(np.float32)
+    layer = ca.Int8Linear.from_weight(
+        np.eye(channels, dtype=np.float32), strategy="channel", rotate="hadamard"
+    )
+    assert np.isfinite(layer(np.float32(1e36) * signs[None], out_dtype="float32")).all()
+    assert np.isnan(layer(np.float32(3e38) * signs[None], out_dtype="float32")).all()
+
+
 def test_refusals_say_what_goes_with_a_rotation() -> None:
     w = np.ones((8, 192), np.float32)
     with pytest.raises(UnsupportedError, match="rotate='hadamard' goes with strategy='channel'"):

@@ -434,8 +434,10 @@ class Int8Linear(torch.nn.Linear):
     def _otherwise_rotated(self, state_dict: dict[str, Any], prefix: str) -> str:
         """Say that codes are of another rotation than the layer's, or ""."""
         given = state_dict.get(prefix + ROTATION)
-        marks = [None if given is None else given.tolist()]
-        marks += [None if self.rotate is None else [*marker(self.rotate, self.in_features)]]
+        own = None if self.rotate is None else [*marker(self.rotate, self.in_features)]
+        if given is not None and given.is_meta:  # its numbers come later, as those of the codes
+            given = torch.tensor(own or [])
+        marks = [None if given is None else given.tolist(), own]
         texts = ["not rotated" if mark is None else f"rotated as {mark}" for mark in marks]
         if marks[0] == marks[1]:
             return ""
