@@ -168,6 +168,82 @@ def test_a_residual_stays_part_of_the_product() -> None:
     assert (found.double() - exact).norm() < 2e-3 * exact.norm()
 
 
+functional = torch.nn.functional
+
+
+def halves_of(gate: Callable[[Any], Any], first: int = 0) -> Callable[..., Any]:
+    """Return a gated linear unit, whose gate is the first or the second half."""
+
+    def function(n: Any, x: Any) -> Any:
+        halves = x.chunk(2, -1)
+        return gate(halves[first]) * halves[1 - first]
+
+    return function
+
+
+#: How models activate x in front of a layer: the function of a norm and x, and the arguments of
+#: `norm_quant`.
+ACTIVATED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "GELU": (lambda n, x: functional.gelu(x), {"activation": "gelu"}),
+    "GELU by tanh in float32": (
+        lambda n, x: functional.gelu(x.float(), approximate="tanh").half(),
+        {"activation": "gelu_tanh"},
+    ),
+    "SiLU of a norm": (
+        lambda n, x: functional.silu(n(x)), {"norm": "layer", "activation": "silu"}
+    ),
+    "GELU of a norm in float32": (
+        lambda n, x: functional.gelu(Fp32Norm.forward(n, x.float())).half(),
+        {"norm": "layer", "activation": "gelu"},
+    ),
+    "SwiGLU": (halves_of(functional.silu), {"activation": "swiglu"}),
+    "GEGLU, gate last": (halves_of(functional.gelu, 1), {"activation": "geglu_gate_last"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rotate", [None, "hadamard"])
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_an_activation_is_part_of_the_pass(name: str, rotate: str | None) -> None:
+    form, given = ACTIVATED[name]
+    torch.manual_seed(0)
+    own, x = layer(rotate=rotate), tensors(2, 5, WIDTH * (1 + ("GLU" in name)))
+    own_norm = norm(torch.nn.LayerNorm)
+    found, graphs = run(lambda x: own(form(own_norm, x)), x)
+    assert graphs.names()[-1] == NORMED
+    assert not any("erf" in one or "tanh" in one or "exp" in one for one in graphs.names())
+    assert torch.equal(found, expected(own, given, {"x": x}))
+    eager = own(form(own_norm, x))
+    assert (found - eager).double().norm() < 0.01 * eager.double().norm()
+
+
+def test_an_activation_of_what_something_else_reads() -> None:
+    """Its input may have other readers, unless a norm in front would be computed twice."""
+    torch.manual_seed(0)
+    own, x, rms = layer(), tensors(2, 5, WIDTH), norm(torch.nn.RMSNorm)
+
+    def of_the_norm(x: Any) -> Any:
+        y = rms(x)
+        return own(functional.silu(y)), y
+
+    (found, y), graphs = run(of_the_norm, x)
+    assert graphs.names()[-1] == NORMED and "aten.rsqrt.default" in graphs.names()
+    assert torch.equal(found, expected(own, {"activation": "silu"}, {"x": y}))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_an_activation_behind_a_layer_belongs_to_its_product(add: bool) -> None:
+    torch.manual_seed(0)
+    up, down, x = layer(WIDTH), layer(WIDTH), tensors(2, 5, WIDTH)
+
+    def function(x: Any) -> Any:
+        y = down(functional.gelu(up(x)))
+        return x + y if add else y
+
+    _, graphs = run(function, x)
+    assert graphs.names() == ["cupyattn.int8_layer.default"] * 2
+    assert [one["activation"] for one in graphs.products()] == ["gelu", ""]
+
+
 def reads_the_norm(own: Any, x: Any, s: Any) -> Any:
     y = norm(torch.nn.LayerNorm)(x)
     return own(y * (1 + s)), y
@@ -218,7 +294,7 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     one, two, x = layer(), layer(64), tensors(2, 5, WIDTH)
     s = tensors(2, 1, WIDTH, seed=1)
     given = linear_parts.NormedLayers(
-        x, None, None, s, s, "layer", 1e-6, None, [one.weight_codes, two.weight_codes],
+        x, None, None, s, s, "layer", 1e-6, "silu", None, [one.weight_codes, two.weight_codes],
         [one.weight_scale, two.weight_scale], [None, two.bias], None, None, ["", "silu"], None,
         "mirror",
     )  # fmt: skip
@@ -230,7 +306,7 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
 def two_layers() -> Any:
     one = layer()
     return linear_parts.NormedLayers(
-        tensors(5, WIDTH), None, None, None, None, "rms", 1e-6, None, [one.weight_codes] * 2,
+        tensors(5, WIDTH), None, None, None, None, "rms", 1e-6, "", None, [one.weight_codes] * 2,
         [one.weight_scale] * 2, [one.bias] * 2, None, None, ["", "silu"], None, "mirror",
     )  # fmt: skip
 

@@ -155,8 +155,10 @@ class NormedLayers(NamedTuple):
     norm_bias: Any
     scale: Any
     shift: Any
-    norm: str
+    norm: str | None
     eps: float
+    #: Of the rows, before they are quantised; "" for none.
+    row_activation: str
     rotate: str | None
     weights: Sequence[Any]
     weight_scales: Sequence[Any]
@@ -178,7 +180,8 @@ class NormedLayers(NamedTuple):
     @property
     def before(self) -> NormQuantSettings:
         """What happens to rows before they are quantised."""
-        return NormQuantSettings(self.norm, None, self.rotate, self.eps, "channel", None)
+        how = self.norm, self.row_activation or None, self.rotate, self.eps
+        return NormQuantSettings(*how, "channel", None)
 
     @property
     def vectors(self) -> tuple[Any, ...]:
@@ -228,9 +231,9 @@ layers = define(
 
 normed_layers = define(
     "int8_normed_layers",
-    "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str norm, "
-    "float eps, str? rotate, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, "
-    "Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend",
+    "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str? norm, "
+    "float eps, str row_activation, str? rotate, Tensor[] weights, Tensor[] weight_scales, "
+    "Tensor?[] biases, Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend",
     "Tensor[]", _normed_layers, _normed_layers_fake,
 )  # fmt: skip
 
