@@ -495,7 +495,7 @@ def test_a_torch_of_other_passes_is_said_and_compiles(monkeypatch: pytest.Monkey
     def missing(*_: Any) -> None:
         raise AttributeError("no such pass")
 
-    monkeypatch.setattr(epilogues, "_pattern", missing)
+    monkeypatch.setattr(epilogues, "pattern", missing)
     monkeypatch.setattr(epilogues, "obstacle", "")
     monkeypatch.setattr(epilogues.inductor_calls, "obstacle", "")
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(3, 256)
