@@ -15,7 +15,7 @@ from torch import Tensor
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import Tensors
 from cupyattn.interop.torch.ops import define, differentiate
-from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
+from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import run
 from cupyattn.plans.norm_quant import VECTORS
@@ -62,7 +62,7 @@ def multiply(
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
     dtype = str(x.dtype).removeprefix("torch.")
-    before = before or rotation_before(rotate)
+    before = before or steps_before(rotate)
     settings = LayersSettings(dtype, activations, arch, backend, before)
     found: list[Tensor] = run(LAYERS, settings, named(x, layers, vectors), library=_OF_LAYERS)
     return found

@@ -18,7 +18,7 @@ from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import dtype_of
 from cupyattn.interop.torch.linear_parts import named
-from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
+from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
@@ -51,7 +51,7 @@ def begin(
         return
     major, minor = torch.cuda.get_device_capability(x.device)
     forms = tuple((name, tuple(one.shape), one.dtype) for name, one in tensors.items())
-    before = before or rotation_before(rotate)
+    before = before or steps_before(rotate)
     _begin(forms, tuple(activations), arch, 10 * major + minor, before)
 
 
