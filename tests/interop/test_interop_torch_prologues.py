@@ -244,6 +244,47 @@ def test_an_activation_behind_a_layer_belongs_to_its_product(add: bool) -> None:
     assert [one["activation"] for one in graphs.products()] == ["gelu", ""]
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_factors_of_channels_are_part_of_the_pass(name: str) -> None:
+    """They multiply its vectors, which is exact."""
+    form, shape, dtype, own_norm, _ = FORMS[name]
+    torch.manual_seed(0)
+    factors = 2.0 ** torch.randint(-3, 3, (WIDTH,))
+    own, x = layer(rotate="hadamard", smooth=factors), tensors(2, 5, WIDTH)
+    scale, shift = (tensors(*shape, dtype=dtype, seed=n) for n in (1, 2)) if shape else (x, x)
+
+    def function(x: Any, s: Any, t: Any) -> Any:
+        return own(form(own_norm, x, s, t))
+
+    found, graphs = run(function, x, scale, shift)
+    assert graphs.names()[-1] == NORMED
+    # Nothing is rounded to 16 bits in between, as if rows were float32.
+    wide = norm(type(own_norm), affine=bool([*own_norm.parameters()]), dtype=torch.float32)
+    wide.load_state_dict(own_norm.state_dict())
+    exact = own(form(wide, x.float(), scale.float(), shift.float()))
+    assert (found - exact).double().norm() < 3e-3 * exact.double().norm()
+
+
+def test_layers_of_one_input_with_the_same_factors_are_one_call() -> None:
+    torch.manual_seed(0)
+    factors, x = 2.0 ** torch.randint(-3, 3, (WIDTH,)), tensors(2, 5, WIDTH)
+    alike = [layer(smooth=factors), layer(16, smooth=factors)]
+    _, graphs = run(lambda x: [own(x) for own in alike], x)
+    assert graphs.names() == ["cupyattn.int8_layers.default"]
+    apart = [layer(smooth=factors), layer(16)]
+    found, graphs = run(lambda x: [own(x) for own in apart], x)
+    assert graphs.names() == ["cupyattn.int8_layer.default"] * 2
+    assert all(torch.equal(y, own(x)) for y, own in zip(found, apart, strict=True))
+
+
+def test_factors_behind_an_activation_stay_in_front_of_the_codes() -> None:
+    torch.manual_seed(0)
+    own, x = layer(smooth=2.0 ** torch.randint(-3, 3, (WIDTH,))), tensors(2, 5, WIDTH)
+    found, graphs = run(lambda x: own(functional.silu(x)), x)
+    assert graphs.names()[-1] == "cupyattn.int8_layer.default"
+    assert torch.equal(found, own(functional.silu(x)))
+
+
 def reads_the_norm(own: Any, x: Any, s: Any) -> Any:
     y = norm(torch.nn.LayerNorm)(x)
     return own(y * (1 + s)), y

@@ -11,6 +11,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.checkpoints import dequantize, open_checkpoint
+from cupyattn.errors import UnsupportedError
+from cupyattn.quant import smoothing_factors
 from tests.support.marks import slow_unless
 
 torch = pytest.importorskip("torch")
@@ -88,6 +90,70 @@ def test_a_state_dict_loads_into_layers_of_its_rotation_only(rotate: str | None)
             with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
                 into.load_state_dict(mark, strict=False)
         assert torch.equal(into.weight_codes, before)
+
+
+# ---- factors of channels -------------------------------------------------------------------------
+
+
+def smoothed(channels: int = 256, **options: Any) -> tuple[Any, Any, Any]:
+    """Return rows with an outlier channel, a linear layer, and an INT8 layer with factors."""
+    x, own = rows(channels), linear(channels)
+    x[..., 9] *= 60
+    factors = torch.from_numpy(smoothing_factors(x.numpy(), own.weight.detach().numpy()))
+    options = {"strategy": "channel", "backend": "mirror", **options}
+    return x, own, Int8Linear.from_linear(own, smooth=factors, **options)
+
+
+@pytest.mark.parametrize("rotate", [None, *ROTATIONS])
+def test_a_smoothed_layer_has_the_bits_of_the_one_in_numpy(rotate: str | None) -> None:
+    x, own, layer = smoothed(rotate=rotate)
+    same = ca.Int8Linear.from_weight(
+        own.weight.detach().numpy(), own.bias.detach().numpy(), strategy="channel",
+        rotate=rotate, smooth=layer.weight_smooth.numpy(),
+    )  # fmt: skip
+    x.requires_grad_(True)
+    y = layer(x)
+    assert np.array_equal(y.detach().numpy(), same(x.detach().numpy()))
+    plain = Int8Linear.from_linear(own, strategy="channel", rotate=rotate, backend="mirror")
+    exact = own(x).detach()
+    assert away(y.detach(), exact) < 0.7 * away(plain(x).detach(), exact)
+    # `weight` and gradients are of x as the layer gets it.
+    assert away(layer.weight, own.weight.detach()) < 0.03
+    y.sum().backward()
+    assert away(x.grad[0, 0], layer.weight.sum(0)) < 1e-5
+    assert layer.half().weight_smooth.dtype == torch.float32 and "smooth=True" in repr(layer)
+
+
+def test_a_state_dict_has_the_factors() -> None:
+    x, own, layer = smoothed()
+    plain = Int8Linear.from_linear(own, strategy="channel", backend="mirror")
+    assert "weight_smooth" in layer.state_dict() and "weight_smooth" not in plain.state_dict()
+    ones = torch.ones(256)
+    other = Int8Linear.from_linear(own, strategy="channel", backend="mirror", smooth=ones)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    for into, state in ((plain, layer.state_dict()), (layer, plain.state_dict())):
+        with pytest.raises(RuntimeError, match="a layer that was made with smooth alike"):
+            into.load_state_dict(state, strict=False)
+    with pytest.raises(ValueError, match="smooth must be powers of two"):
+        Int8Linear.from_linear(own, strategy="channel", smooth=3 * ones)
+
+
+def test_files_have_no_place_for_factors(tmp_path: Path) -> None:
+    _, _, layer = smoothed()
+    with pytest.raises(UnsupportedError, match="0 has factors of channels"):
+        write_int8(torch.nn.Sequential(layer), tmp_path / "model")
+
+
+def test_projections_with_the_same_factors_are_fused() -> None:
+    x, own, layer = smoothed()
+    for factors in (layer.weight_smooth, torch.ones(256)):
+        parts = [layer, Int8Linear.from_linear(own, strategy="channel", smooth=factors)]
+        whole = torch.nn.Linear(256, 80)
+        whole.weight.data = torch.cat([own.weight, own.weight]).detach()
+        made = fusing._fused(whole, "to_kv", parts)
+        assert (made.weight_smooth is None) == (factors is not layer.weight_smooth)
+        assert away(made.weight, whole.weight.detach()) < 0.03
 
 
 @pytest.mark.slow

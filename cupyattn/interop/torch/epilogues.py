@@ -29,7 +29,7 @@ from cupyattn.interop.torch.graph_nodes import (
     same,
     value_of,
 )
-from cupyattn.interop.torch.prologues import Prologue, prologue_of
+from cupyattn.interop.torch.prologues import Prologue, prologue_of, smoothed
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
 
@@ -157,7 +157,8 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
         x, weight, weight_scale, bias, _, *where = _arguments(node)
         shapes = (tuple(value_of(one).shape) for one in (weight, weight_scale))
         key = x, strategy_of_weight(*shapes), *where
-        if not all(one is None or one.op in _GIVEN for one in (weight, weight_scale, bias)):
+        own = weight, weight_scale, bias, where[-1]
+        if not all(one is None or one.op in _GIVEN for one in own):
             yield [node]
             continue
         last, group = groups.get(key, (number, []))
@@ -201,7 +202,10 @@ def _prologue(group: Sequence[Node]) -> Prologue | None:
         return None
     strategies = {strategy_of_weight(*(tuple(value_of(node.args[i]).shape) for i in (1, 2)))
                   for node in group}  # fmt: skip
-    return prologue_of(x) if strategies == {"channel"} else None
+    found = prologue_of(x) if strategies == {"channel"} else None
+    smooth = _arguments(group[0])[-1]
+    # Factors of channels would be behind an activation, where the pass has none.
+    return None if found is not None and found.activation and smooth is not None else found
 
 
 def _replace_by_normed(
@@ -209,7 +213,11 @@ def _replace_by_normed(
 ) -> None:
     """Replace layers, of which one alone may have a residual, and what happens to their rows."""
     first, one = next(iter(found.items()))
-    arch, backend, rotate = _arguments(first)[5:]
+    arch, backend, rotate, smooth = _arguments(first)[5:]
+    place = one.end if one.residual is not None else first
+    if smooth is not None:
+        with graph.inserting_before(place):
+            normed = smoothed(graph, normed, smooth)
     weights, scales, biases = ([node.args[place] for node in found] for place in (1, 2, 3))
     call = linear_parts.NormedLayers(
         normed.x, *normed.vectors, normed.norm, normed.eps, normed.activation, rotate, weights,
@@ -222,7 +230,6 @@ def _replace_by_normed(
         vectors=[value_of(x) for x in call.vectors],
     )  # fmt: skip
     vals = [value_of(each.end) for each in found.values()]
-    place = one.end if one.residual is not None else first
     with graph.inserting_before(place):
         made = _inserted(graph, linear_parts.normed_layers, tuple(call), vals)
         parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
@@ -234,7 +241,7 @@ def _begin_to_compile(
     x: Node, layers: Iterable[Sequence[Any]], activations: Sequence[str], where: Any
 ) -> None:
     values = [[value_of(one) for one in layer] for layer in layers]
-    precompile.begin(value_of(x), values, activations, *where)
+    precompile.begin(value_of(x), values, activations, *map(value_of, where))
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:

@@ -33,6 +33,7 @@ def multiply(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    smooth: Tensor | None = None,
     *,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
@@ -51,8 +52,10 @@ def multiply(
         As for `Int8Linear`.
     rotate : {None, "hadamard"}
         As for `cupyattn.norm_quant`.
+    smooth : Tensor, (in,), float32, optional
+        What rows are multiplied by before they are rotated.
     before : NormQuantSettings, optional
-        What else happens to rows before they are quantised; it has the rotation, too.
+        In place of both: all that happens to rows before they are quantised.
     vectors : sequence
         Tensors of that pass, in the order of `cupyattn.plans.norm_quant.VECTORS`.
 
@@ -62,7 +65,8 @@ def multiply(
         The result of each layer: memory of torch's own, which its CUDA graphs take back.
     """
     dtype = str(x.dtype).removeprefix("torch.")
-    before = before or steps_before(rotate)
+    if before is None:
+        before, vectors = steps_before(rotate, smooth is not None), (smooth,)
     settings = LayersSettings(dtype, activations, arch, backend, before)
     found: list[Tensor] = run(LAYERS, settings, named(x, layers, vectors), library=_OF_LAYERS)
     return found
@@ -125,10 +129,11 @@ def _layers(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    smooth: Tensor | None = None,
 ) -> list[Tensor]:
     _check_counts(weights, scales, biases, activations)
     operands = [*zip(weights, scales, biases, strict=True)]
-    return multiply(x, operands, tuple(activations), arch, backend, rotate)
+    return multiply(x, operands, tuple(activations), arch, backend, rotate, smooth)
 
 
 def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
@@ -218,13 +223,13 @@ def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
 layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
-    "str activation, str? arch, str? backend, str? rotate=None",
+    "str activation, str? arch, str? backend, str? rotate=None, Tensor? smooth=None",
     "Tensor", run_layer, _layer_fake,
 )  # fmt: skip
 layers = define(
     "int8_layers",
     "Tensor x, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, str[] activations, "
-    "str? arch, str? backend, str? rotate=None",
+    "str? arch, str? backend, str? rotate=None, Tensor? smooth=None",
     "Tensor[]", _layers, _layers_fake,
 )  # fmt: skip
 

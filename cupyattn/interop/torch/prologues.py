@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from cupyattn.interop.torch.activation_nodes import activated, activation_before
 from cupyattn.interop.torch.graph_nodes import is_row_of_factors, only_reader, same, value_of
@@ -81,6 +81,40 @@ def prologue_of(end: Node) -> Prologue | None:
     if ours or not _is_of_rows(x, halves) or value_of(x).dtype != value_of(end).dtype:
         return None
     return Prologue(x, None, EPS, None, None, None, None, activation)
+
+
+def smoothed(graph: Graph, found: Prologue, factors: Node) -> Prologue:
+    """Return a prologue whose results are multiplied by factors of channels.
+
+    Its vectors are multiplied in float32 instead, where the graph inserts nodes.
+
+    Parameters
+    ----------
+    graph : Graph
+    found : Prologue
+        Without activation.
+    factors : Node
+        (channels,), float32, powers of two.
+    """
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*(value_of(x) for x in args))
+        return node
+
+    def wide(x: Node) -> Node:
+        return x if value_of(x).dtype == torch.float32 else call(_convert, x, torch.float32)
+
+    def times(x: Node | None) -> Node | None:
+        return None if x is None else call(_aten.mul.Tensor, wide(x), factors)
+
+    scale = found.scale
+    if scale is not None and found.shift is not None:
+        scale = wide(scale)
+    return found._replace(
+        weight=times(found.weight) or factors, bias=times(found.bias), scale=scale,
+        shift=times(found.shift),
+    )  # fmt: skip
 
 
 def _normed(node: Node, end: Node | None = None) -> Prologue | None:

@@ -34,6 +34,7 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 from cupyattn.version import __version__
 
@@ -110,6 +111,11 @@ class _Codes:
             raise ValueError(
                 f"the {type(model).__name__} has no INT8 layers, so there are no codes to write: "
                 "replace its layers first"
+            )
+        if smooth := [name for name, one in layers.items() if one.weight_smooth is not None]:
+            raise UnsupportedError(
+                f"{printable(smooth[0])} has factors of channels (smooth), for which files of "
+                "codes have no place: replace layers without smooth, or save the state dict"
             )
         if len(self.strategies) > 1:
             raise ValueError(
