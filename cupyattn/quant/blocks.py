@@ -70,6 +70,11 @@ class Int8Config:
         Whether weights with scales of channels are rotated, which spreads outlier channels of the
         activations (`cupyattn.Int8Linear`): where given activations ask for it, nowhere, or in all
         layers whose number of channels 64 divides.
+    smooth : {False, "auto", True}
+        Whether the weight of a layer takes over some of the range of outlier channels of its given
+        activations (SmoothQuant, `cupyattn.quant.smoothing_factors`), in front of its rotation: in
+        no layer, where it would get blocks otherwise, or in all layers with activations. Only for
+        layers of torch that are replaced in memory: files have no place for factors.
 
     Raises
     ------
@@ -93,6 +98,7 @@ class Int8Config:
     min_sqnr_db: float = 20.0
     strategy: str = AUTO
     rotate: str | None = AUTO
+    smooth: str | bool = False
 
     def __post_init__(self) -> None:
         if self.strategy != AUTO:
@@ -104,6 +110,13 @@ class Int8Config:
             )
         if self.rotate not in (AUTO, None):
             check_by_row(str(self.rotate), self.strategy)
+        if self.smooth != AUTO and not isinstance(self.smooth, bool):
+            raise ValueError(f"smooth must be False, {AUTO!r} or True, got {self.smooth!r:.40}")
+        if self.smooth is True and self.strategy == "block":
+            raise UnsupportedError(
+                "smooth=True goes with strategy='channel' or 'auto', got strategy='block': blocks "
+                "hold outliers apart"
+            )
         check_block_size(self.block_size)
         if self.block_size != BLOCK_SIZE:
             raise UnsupportedError(

@@ -21,10 +21,10 @@ from cupyattn.checkpoints.analysis import (
     judge,
     report_of,
 )
-from cupyattn.checkpoints.choosing import Choice, Way, choose
+from cupyattn.checkpoints.choosing import Choice, Way, choose, way_by
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
-from cupyattn.checkpoints.predicted_errors import predicted_errors
+from cupyattn.checkpoints.predicted_errors import Errors, predicted_errors
 from cupyattn.checkpoints.roles import PRECISE_ROLES
 from cupyattn.checkpoints.rotated import rotated_codes
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
@@ -33,11 +33,16 @@ from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.ops.linear import quantised_weight
 from cupyattn.ops.weights import weight_quant
-from cupyattn.quant.blocks import AUTO, Int8Config
+from cupyattn.quant.blocks import AUTO, Int8Config, row_strips
+from cupyattn.quant.rotation import rotation_of
+from cupyattn.quant.smoothing import smoothing_factors
 
 #: Short names of the types that weights may have; others have no codes.
 _NAMES = {text: short for short, text in FLOATS.items()}
 _OTHER = "F64"
+
+#: Elements of a weight on the host that are divided by factors at a time.
+_STRIP = 2**20
 
 #: Codes and scales, on the device of the weight.
 Made = tuple[Tensor, Tensor]
@@ -49,8 +54,8 @@ def with_strategy(
     widths: Iterable[int],
     layers: Mapping[str, nn.Linear] | None = None,
     activations: Mapping[str, Tensor] | None = None,
-) -> tuple[Int8Config, Choice]:
-    """Return a configuration with a chosen strategy, and the reason.
+) -> tuple[Int8Config, Choice, dict[str, Tensor]]:
+    """Return a configuration with a chosen strategy, the reason, and factors of smoothed layers.
 
     Parameters
     ----------
@@ -65,11 +70,16 @@ def with_strategy(
     Raises
     ------
     ValueError
-        For activations of an unknown layer, or of another width.
+        For activations of an unknown layer, or of another width, and if all layers with activations
+        are to be smoothed and there are none.
     """
-    config, errors = config or Int8Config(), {}
+    config, layers = config or Int8Config(), layers or {}
+    errors: dict[str, Errors] = {}
+    tops: dict[str, Tensor] = {}
+    if config.smooth is True and not activations:
+        raise ValueError("smooth=True takes activations: give those of layers by name")
     for name, x in (activations or {}).items():
-        linear = (layers or {}).get(name)
+        linear = layers.get(name)
         if linear is None or not x.ndim or x.shape[-1] != linear.in_features or not x.numel():
             takes = "is no layer that may be INT8"
             if linear is not None:
@@ -77,12 +87,49 @@ def with_strategy(
             raise ValueError(f"activations of {name!r:.80} are {tuple(x.shape)}, and it {takes}")
         if not torch.isfinite(x).all():
             raise ValueError(f"activations of {name!r:.80} are NaN or infinite: record others")
+        rows, weight = _rows(x), linear.weight.detach().to("cpu")
         if config.strategy == AUTO and config.rotate in (AUTO, None):
-            rows = as_array(x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1]))
-            weight = as_array(linear.weight.detach().to("cpu"))
-            errors[name] = predicted_errors(weight, rows, config.block_size)
+            errors[name] = predicted_errors(as_array(weight), as_array(rows), config.block_size)
+            enough = way_by(errors[name], may_rotate=config.rotate == AUTO).strategy == "channel"
+        if config.smooth is True or (config.smooth == AUTO and name in errors and not enough):
+            tops[name] = rows.abs().amax(0)
+    factors = _factors(tops, layers)
+    for name in errors.keys() & factors.keys():
+        own, x = factors[name].cpu(), _rows((activations or {})[name])
+        weight = layers[name].weight.detach().to("cpu").float() / own
+        made = predicted_errors(as_array(weight), as_array(x * own), config.block_size)
+        errors[name] = replace(errors[name], smoothed=made.by_channel)
     choice = choose(config.strategy, model, widths, errors, config.rotate)
-    return replace(config, strategy=choice.strategy, rotate=choice.rotate), choice
+    if config.smooth is True:
+        rotate = "hadamard" if config.rotate == AUTO else config.rotate
+        ways = {n: Way("channel", rotation_of(rotate, len(top)), True) for n, top in tops.items()}
+        why = f"{choice.why}; {len(ways)} layers are smoothed, as asked for"
+        choice = replace(choice, layers={**choice.layers, **ways}, why=why)
+    factors = {name: f for name, f in factors.items() if choice.way_of(name).smooth}
+    config = replace(config, smooth=False, strategy=choice.strategy, rotate=choice.rotate)
+    return config, choice, factors
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return activations as rows in float32, on the host."""
+    return x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1])
+
+
+def _factors(tops: Mapping[str, Tensor], layers: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
+    """Return factors of channels, one tensor for all layers that have the same largest inputs."""
+    groups: list[list[str]] = []
+    for name, top in tops.items():
+        own = next((g for g in groups if torch.equal(tops[g[0]], top)), None)
+        if own is None:
+            groups.append(own := [])
+        own.append(name)
+    found: dict[str, Tensor] = {}
+    for group in groups:
+        weights = [as_array(layers[name].weight.detach().to("cpu")) for name in group]
+        made = smoothing_factors(as_array(tops[group[0]]), weights)
+        factors = torch.from_numpy(made).to(layers[group[0]].weight.device)
+        found |= dict.fromkeys(group, factors)
+    return found
 
 
 def quantised(
@@ -93,6 +140,7 @@ def quantised(
     *,
     model: str = "",
     ways: Mapping[str, Way] | None = None,
+    factors: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Int8Linear | None, str]]:
     """Yield the name of each layer, an INT8 layer where its weight may be codes, and why.
 
@@ -109,6 +157,8 @@ def quantised(
         Class of the model, as for `cupyattn.checkpoints.role_of`.
     ways : mapping of str to Way, optional
         Of layers that the configuration does not hold for.
+    factors : mapping of str to Tensor, optional
+        Of the channels of layers that are smoothed.
 
     Raises
     ------
@@ -119,7 +169,10 @@ def quantised(
     -----
     Additional memory: on a device less than a large layer, on the host a few megabytes.
     """
-    config, _ = with_strategy(config, model, (layer.in_features for layer in layers.values()))
+    widths = (layer.in_features for layer in layers.values())
+    if ways is None:
+        config, *_ = with_strategy(config, model, widths)
+    config = config or Int8Config()
     check_patterns(config, [f"{name}{WEIGHT}" for name in layers])
     for name in list(layers):
         linear = layers[name]
@@ -127,11 +180,18 @@ def quantised(
         report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), own, model)
         layer = None
         if made is not None:
-            layer = Int8Linear(*made, linear.bias, rotate=report.rotate, **options)
+            smooth = (factors or {}).get(name)
+            if smooth is not None:
+                smooth = smooth.to(linear.weight.device)
+                made = _smoothed(linear.weight.detach(), report.rotate, smooth)
+            layer = Int8Linear(
+                *made, linear.bias, rotate=report.rotate, smooth=smooth, **options
+            )
             layer.weight_dtype = linear.weight.dtype
         del linear, made  # so that a layer that is dropped leaves memory before the next is read
         why = report.reason
         if layer is not None:
+            why += ", smoothed" if smooth is not None else ""
             why += ", rotated" if layer.rotate else ""
             why += f", by {own.strategy}" if own.strategy != config.strategy else ""
         yield name, layer, why
@@ -185,6 +245,18 @@ def _rotated(w: Tensor, report: TensorReport) -> Made | None:
             return as_tensor(made[0]), as_tensor(made[1])
     codes, scales = rotated_codes(as_array(w.to("cpu").contiguous()), report.rotate)
     return as_tensor(codes), as_tensor(scales)
+
+
+def _smoothed(w: Tensor, rotate: str | None, smooth: Tensor) -> Made:
+    """Return the codes of a weight that is divided by factors, a few rows at a time."""
+    with on_device_of(w):
+        factors = as_array(smooth)
+        parts = [
+            quantised_weight(as_array(w[rows].contiguous()), "channel", rotate, factors)
+            for rows in row_strips((*w.shape,), w.numel() if w.is_cuda else _STRIP)
+        ]
+        codes, scales = (torch.cat([*map(as_tensor, x)]) for x in zip(*parts, strict=True))
+    return codes, scales
 
 
 def _on_device(

@@ -155,6 +155,7 @@ class _Codes:
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         (strategy,) = self.strategies
         config = asdict(Int8Config(strategy=strategy))
+        del config["smooth"]  # of layers in memory
         if strategy == "block":  # the record of version 1
             del config["strategy"]
         if not self.rotated:
