@@ -7,8 +7,9 @@ a model gets channels only if a whole model of its family was measured with them
 activations, the error of each layer is estimated. It gets channels if their error is little more
 than that of blocks, else channels of rotated rows if theirs is little more, else blocks. In front
 of blocks stands a step for layers that may have factors of channels (`cupyattn.quant.smoothing`),
-which is for wide rows in small groups: with one outlier channel among 16,192, in groups of 64, a
-rotation errs 1.4 times as much as blocks (experiments/accuracy/smoothing).
+which the widest rows need alone: with one outlier channel among 3,072 a rotation errs less than
+blocks, with one among 16,192, in groups of 64, more than twice as much
+(experiments/accuracy/smoothing).
 
 Outliers of a weight do not decide: a weight whose codes are noisy keeps 16 bits in either way.
 """

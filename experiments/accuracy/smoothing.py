@@ -7,8 +7,8 @@ Holds fixed  64 rows, 128 output channels, N(0, 1) but for outliers; factors of 
 Measures     the relative L2 error of a product with scales of channels, as a multiple of that with
              scales of blocks: as it is, rotated, smoothed, and smoothed then rotated
 Expect       where channels err more than 1.15 times as much as blocks, a rotation errs at most 1.3
-             times as much, but for wide rows in groups of 64. Smoothed first it errs less than half
-             as much where outliers are large
+             times as much, but for the widest rows. Smoothed first it errs less than half as much
+             where outliers are large
 Run          python -m experiments.accuracy.smoothing [--quick] [--json FILE]    # no device
 """
 
