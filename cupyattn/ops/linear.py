@@ -383,12 +383,13 @@ def quantised_weight(
         As for `Int8Linear.from_weight`.
     """
     check_rotation(rotate, weight.shape[1], strategy)
+    before, divided = steps_before(rotate, smooth is not None), None
+    if before is None:
+        return weight_quant(weight, strategy=strategy)
     if smooth is not None:
         check_smooth(smooth, weight.shape[1], strategy)
-        weight = weight.astype(np.float32) / smooth
-    if rotate is None:
-        return weight_quant(weight, strategy=strategy)
-    return norm_quant(arranged(weight, rotate), rotate="hadamard")
+        divided = arranged((1 / smooth)[None], rotate)[0]
+    return norm_quant(arranged(weight, rotate), weight=divided, rotate=before.rotate)
 
 
 class Outliers(NamedTuple):
