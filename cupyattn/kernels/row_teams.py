@@ -10,8 +10,8 @@ import numpy as np
 RUN = 8
 #: Runs of a lane at most, in teams of fewer than `_LARGE` lanes and of more.
 _RUNS, _RUNS_OF_LARGE, _LARGE = 3, 4, 512
-#: Runs of a lane in rotated rows, and lanes of a warp.
-_RUNS_OF_ROTATED, WARP = 4, 32
+#: Runs of a group that a lane of a rotated row has, groups of a lane at most, and lanes of a warp.
+TURNED, _SETS, WARP = 4, 3, 32
 #: The widest row that a team holds in registers.
 MOST_CHANNELS = 1024 * _RUNS_OF_LARGE * RUN
 
@@ -33,7 +33,7 @@ class Team(NamedTuple):
         return self.runs + (self.lanes * RUN - 1).bit_length()
 
 
-def team_of(channels: int, group: int = 0) -> Team:
+def team_of(channels: int, group: int = 0, *, normed: bool = True) -> Team:
     """Return the team of a row of so many channels.
 
     Parameters
@@ -41,20 +41,31 @@ def team_of(channels: int, group: int = 0) -> Team:
     channels : int
     group : int
         Channels of a group that is rotated; 0: none is. All lanes of a group are in one warp.
+    normed : bool
+        Whether the row is normalised. A rotated row then has one warp, if that can hold it: its
+        sums need no barrier.
 
     Examples
     --------
     >>> [team_of(channels).lanes for channels in (64, 1536, 3072, 5120, 13_824, 32_768)]
     [32, 64, 128, 256, 512, 1024]
-    >>> [team_of(channels, 256).lanes for channels in (256, 1536, 3072, 5120, 32_768)]
-    [8, 64, 96, 160, 1024]
+    >>> [team_of(channels, 256) for channels in (1536, 3072, 5120)]
+    [Team(lanes=16, runs=12), Team(lanes=32, runs=12), Team(lanes=160, runs=4)]
+    >>> team_of(3072, 256, normed=False)
+    Team(lanes=96, runs=4)
     >>> team_of(3072).held, team_of(3073).held
     (3072, 4096)
     """
     if group:
         across, groups = lanes_across(group), channels // group
-        few = across * (1 << (groups - 1).bit_length())
-        return Team(few if few < WARP else -(-groups * across // WARP) * WARP, _RUNS_OF_ROTATED)
+        teams = [
+            Team(lanes, TURNED * sets)
+            for lanes in (across << power for power in range(5)) if lanes <= WARP
+            for sets in range(1, 1 + (_SETS if normed else 1)) if sets * lanes >= groups * across
+        ]  # fmt: skip
+        if teams:
+            return min(teams, key=lambda one: (one.held, one.runs))
+        return Team(-(-groups * across // WARP) * WARP, TURNED)
     runs, lanes = -(-channels // RUN), WARP
     while lanes * (_RUNS if lanes < _LARGE else _RUNS_OF_LARGE) < runs:
         lanes *= 2
@@ -63,7 +74,7 @@ def team_of(channels: int, group: int = 0) -> Team:
 
 def lanes_across(group: int) -> int:
     """Return how many lanes share a group that is rotated."""
-    return group // (_RUNS_OF_ROTATED * RUN)
+    return group // (TURNED * RUN)
 
 
 def by_lane(x: Any, group: int = 0) -> Any:
@@ -86,9 +97,10 @@ def by_lane(x: Any, group: int = 0) -> Any:
         padded = np.zeros((rows, team.held), x.dtype)
         padded[:, :channels] = x
         return padded.reshape(rows, team.runs, team.lanes, RUN)
-    across, groups = lanes_across(group), channels // group
-    padded = np.zeros((rows, across, team.runs, team.lanes // across, RUN), x.dtype)
-    padded[..., :groups, :] = x.reshape(rows, across, team.runs, groups, RUN)
+    across, groups, sets = lanes_across(group), channels // group, team.runs // TURNED
     part = min(team.lanes, WARP)
-    warps = padded.reshape(rows, across, team.runs, team.lanes // part, part // across, RUN)
-    return warps.transpose(0, 2, 3, 1, 4, 5).reshape(rows, team.runs, team.lanes, RUN)
+    padded = np.zeros((rows, across, TURNED, team.lanes // across * sets, RUN), x.dtype)
+    padded[..., :groups, :] = x.reshape(rows, across, TURNED, groups, RUN)
+    shape = rows, across, TURNED, team.lanes // part, sets, part // across, RUN
+    warps = padded.reshape(shape).transpose(0, 4, 2, 3, 1, 5, 6)
+    return warps.reshape(rows, team.runs, team.lanes, RUN)

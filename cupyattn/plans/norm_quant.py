@@ -26,9 +26,11 @@ from cupyattn.quant.row_steps import NORMS, RowSteps
 _THREADS, _THREADS_ROTATED, _STEPS = 128, 64, 16
 #: Warps of a multiprocessor: registers for more are not needed.
 _WARPS = 24
-#: Bytes of shared memory of a Hopper multiprocessor, what a block takes beside its arrays, and the
-#: most threads of a block that keeps factors and offsets of the channels there.
-_SHARED, _BLOCK_BYTES, _THREADS_THAT_SHARE = 228 * 1024, 1024 + 96 * 4, 256
+#: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
+#: more, where a number of the next row that has no register would be waited for.
+_OTHER_REGISTERS = 26, 56
+#: Bytes of shared memory of a Hopper multiprocessor, and those that a block takes beside its arrays.
+_SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,31 @@ def plan_norm_quant(
             f"{rows} rows of {channels} channels exceed {MAX_LENGTH} rows or {MOST_CHANNELS} "
             "channels: split the rows, or use backend='mirror'"
         )
-    team = team_of(channels, rotate)
+    groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
+    team = team_of(channels, rotate, normed=how.norm is not None)
     teams = max(1, (_THREADS_ROTATED if rotate else _THREADS) // team.lanes)
     tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
-    resident = _resident(tiles, rotated=bool(rotate), affine=any(types))
+    factors = _factors_of(teams, rows // groups if rotate and any(types) else 0)
+    resident = max(1, _WARPS // tiles.num_warps)
+    if rotate:
+        halves = 2 if how.activation in GLU else 1
+        own = team.runs * RUN
+        registers = own + own * halves * x.itemsize // 4 + _OTHER_REGISTERS[own > 32]
+        numbers = 32 * tiles.num_threads  # that change lanes
+        if any(types) and factors != "row" and (factors == "block" or tiles.num_threads <= 256):
+            numbers += 2 * team.held * (1 if factors == "block" else teams)
+        warps = 4 * (16_384 // (32 * registers))  # as many on each of four schedulers
+        blocks = min(_WARPS, warps) // tiles.num_warps
+        resident = max(1, min(blocks, _SHARED // (4 * numbers + _BLOCK_BYTES)))
     blocks = -(-rows // teams)
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
         steps = -(-each // -(-each // _STEPS))
-    defines = {**tiles.defines(), **features.defines(), "CFG_BLOCKS_PER_SM": resident}
+    defines = {
+        **tiles.defines(), **features.defines(), "CFG_BLOCKS_PER_SM": resident,
+        "CFG_FACTORS": ("team", "block", "row").index(factors),
+    }  # fmt: skip
     spec = ModuleSpec("linear/norm_quant.cu", tuple(sorted(defines.items())))
-    groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",
         **{name: None if one is None else name for name, one in at.items()},
@@ -181,14 +197,14 @@ def plan_norm_quant(
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)
 
 
-def _resident(tiles: GemmTiles, *, rotated: bool, affine: bool) -> int:
-    """Return how many blocks of a multiprocessor registers and shared memory allow."""
-    blocks = _WARPS // tiles.num_warps
-    if rotated:
-        numbers = 1 + 2 * (affine and tiles.num_threads <= _THREADS_THAT_SHARE)
-        needs = 4 * tiles.block_m * tiles.block_n * numbers + _BLOCK_BYTES
-        blocks = min(blocks, _SHARED // needs)
-    return max(1, blocks)
+def _factors_of(teams: int, group_rows: int) -> str:
+    """Return which rows share factors of channels, of rotated rows: ``FactorsOf`` of the kernel.
+
+    `group_rows` is 0 if rows are not rotated, or have no factors.
+    """
+    if group_rows == 1 or (group_rows and teams > 1 and group_rows % teams):
+        return "row"
+    return "block" if group_rows and teams > 1 else "team"
 
 
 def _by_eight(vector: Operand | None) -> bool:

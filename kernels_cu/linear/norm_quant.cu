@@ -55,35 +55,44 @@ static_assert(
     "BLOCK_N must be a multiple of 8 channels for every lane of a row, and hold the row");
 static_assert(
     ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0), "ROTATE must divide CHANNELS");
-static_assert(CHUNKS * RUN <= 32, "BLOCK_N must be at most 32 channels for every lane of a row");
+static_assert(
+    CHUNKS * RUN <= (ROTATE == 0 ? 32 : 96),
+    "BLOCK_N must be at most 32 channels for every lane of a row, or 96 of a rotated row");
 static_assert(ROTATE == 0 || BY_ROW, "a rotated row has one scale");
 
 // Rotation: run q of a row, of GROUPS, is turned with the runs that are a multiple of GROUPS past
-// it. ACROSS lanes of a warp have them, CHUNKS neighbours in this order each.
+// it. ACROSS lanes of a warp have them, TURNED neighbours in this order each. A lane has runs of as
+// many groups as SETS.
 constexpr bool ROTATED = ROTATE != 0;
 constexpr int GROUPS = ROTATED ? CHANNELS / ROTATE : 1;
+constexpr int TURNED = 4;
+constexpr int SETS = ROTATED ? CHUNKS / TURNED : 1;
 constexpr int SPAN = GROUPS * RUN;        // channels between runs of a group
-constexpr int LANE_SPAN = CHUNKS * SPAN;  // and between lanes of a group
+constexpr int LANE_SPAN = TURNED * SPAN;  // and between lanes of a group
 constexpr int ACROSS = ROTATED ? CHANNELS / LANE_SPAN : 1;
 constexpr int PART_GROUPS = PART / ACROSS;         // groups of a warp
 constexpr int PART_SPAN = PART_GROUPS * RUN;       // channels of these side by side
 constexpr int WIDE = 4;                            // numbers of an access to shared memory
 constexpr int TASKS = ROTATED ? RUN / ACROSS : 1;  // WIDE words of a lane, of ACROSS lanes each
 static_assert(
-    ROTATE == 0 || (CHUNKS == 4 && ACROSS * LANE_SPAN == CHANNELS && PART_GROUPS * ACROSS == PART),
+    ROTATE == 0 ||
+        (SETS * TURNED == CHUNKS && ACROSS * LANE_SPAN == CHANNELS && PART_GROUPS * ACROSS == PART),
     "a lane must have 32 numbers of a group that is rotated, the lanes of one warp all of it");
 
 constexpr bool AFFINE = WEIGHTED || MODULATED;
 // g and h are in shared memory, if it has room for them, and leave registers to more blocks.
-constexpr bool AFFINE_IN_SHARED = AFFINE && NUM_THREADS <= 256;
-constexpr int RUN_PARTS = 2 * RUN / WIDE;  // accesses to g and h of a run
+constexpr bool EACH_ROW = AFFINE && FACTORS == FactorsOf::ROW;
+constexpr bool TEAMS_SHARE = AFFINE && FACTORS == FactorsOf::BLOCK && BLOCK_M > 1;
+constexpr bool AFFINE_IN_SHARED = AFFINE && !EACH_ROW && (TEAMS_SHARE || NUM_THREADS <= 256);
+constexpr int AFFINE_THREADS = TEAMS_SHARE ? LANES : NUM_THREADS;  // that have their own
+constexpr int RUN_PARTS = 2 * RUN / WIDE;                          // accesses to g and h of a run
 
 struct SharedStorage {
   alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
-                          [AFFINE_IN_SHARED ? NUM_THREADS : 1][WIDE];
+                          [AFFINE_IN_SHARED ? AFFINE_THREADS : 1][WIDE];
   // Of the lanes of a team in one warp: numbers that change lanes.
   alignas(
-      16) float part[ROTATED ? BLOCK_M * TEAM_WARPS : 1][ROTATED ? ACROSS * CHUNKS * PART_SPAN : 1];
+      16) float part[ROTATED ? BLOCK_M * TEAM_WARPS : 1][ROTATED ? ACROSS * TURNED * PART_SPAN : 1];
   // Results of the warps for three reductions. Even and odd rows have separate places, so that a
   // warp that is ahead overwrites nothing that another has yet to read.
   uint32_t of_warp[2][3][NUM_WARPS];
@@ -93,27 +102,26 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 using Run = float[RUN];
 using RunPart = Vec<float, WIDE>;
 
-constexpr int STRIDE = ROTATED ? SPAN : LANES * RUN;  // channels between runs of a lane
-
+// Channels of run a of a lane past those of its first.
+__device__ __forceinline__ constexpr int run_offset(int a) {
+  return ROTATED ? a / TURNED * PART_SPAN + a % TURNED * SPAN : a * LANES * RUN;
+}
 // First channel of run a of a thread; at least CHANNELS if it has none.
 __device__ __forceinline__ int channel_of(int a, int thread = thread_id()) {
   const int lane = thread % LANES;
-  int first = lane * RUN;
-  if constexpr (ROTATED) {
-    const int group = lane / PART * PART_GROUPS + lane % PART_GROUPS;
-    first = lane % PART / PART_GROUPS * LANE_SPAN + group * RUN;
-    if (BLOCK_N != CHANNELS && group >= GROUPS) first = CHANNELS;
-  }
-  return first + a * STRIDE;
+  if constexpr (!ROTATED) return lane * RUN + run_offset(a);
+  const int group = lane / PART * (SETS * PART_GROUPS) + lane % PART_GROUPS;
+  if (BLOCK_N != CHANNELS && group + a / TURNED * PART_GROUPS >= GROUPS) return CHANNELS;
+  return lane % PART / PART_GROUPS * LANE_SPAN + group * RUN + run_offset(a);
 }
 // Whether a channel is one of the row.
 __device__ __forceinline__ bool is_channel(int channel) {
   return BLOCK_N == CHANNELS || channel < CHANNELS;
 }
 // Whether channel j of run a of this thread is one. Most rows consist of whole runs, and a lane of a
-// rotated row has all runs or none.
+// rotated row has all runs of a group or none.
 __device__ __forceinline__ bool has_channel(int a, int j = 0) {
-  return is_channel(channel_of(ROTATED ? 0 : a) + (CHANNELS % RUN == 0 ? 0 : j));
+  return is_channel(channel_of(ROTATED ? a / TURNED * TURNED : a) + (CHANNELS % RUN == 0 ? 0 : j));
 }
 
 // Neighbours among the lanes of a team added, then neighbours of the sums; every lane gets the sum.
@@ -156,7 +164,7 @@ struct Loaded {
       for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
         for (int i = 0; i < RUN_ACCESSES; ++i) {
-          const int past = a * STRIDE + i * VEC;  // channels past the first of this lane
+          const int past = run_offset(a) + i * VEC;  // channels past the first of this lane
           if (BLOCK_N != CHANNELS) of[half][a][i] = {};
           if (has_channel(a, i * VEC))
             of[half][a][i] =
@@ -186,68 +194,89 @@ __device__ __forceinline__ Vec<float, RUN> read_run(const T* x, int channel, flo
 }
 
 // N2: y = g z + h, with g = weight (1 + scale) and h = bias (1 + scale) + shift.
-struct Affine {
-  Run g[AFFINE_IN_SHARED ? 1 : CHUNKS], h[AFFINE_IN_SHARED ? 1 : CHUNKS];
-  int end = 0;  // the first row that they are not of
+struct Factors {
+  Run g, h;
 
-  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int row) {
-    row = min(row, p.rows - 1);
-    if (row < end) return;
-    const int64_t group = MODULATED ? row / p.group_rows : 0;
-    end = MODULATED ? int(group + 1) * p.group_rows : p.rows;
+  // Of a run of channels, and a group of rows.
+  __device__ __forceinline__ void load(const NormQuantParams& p, int64_t group, int channel) {
     const auto *weight = static_cast<const weight_t*>(p.weight),
                *bias = static_cast<const weight_t*>(p.bias);
     const auto *scale = static_cast<const modulation_t*>(p.scale),
                *shift = static_cast<const modulation_t*>(p.shift);
-    const int thread = thread_id_anew();  // this is rare, and shall keep no registers
     if (scale != nullptr) scale += group * p.scale_stride;
     if (shift != nullptr) shift += group * p.shift_stride;
+    const auto w = read_run(WEIGHTED ? weight : nullptr, channel, 1.0f);
+    const auto b = read_run(WEIGHTED ? bias : nullptr, channel, 0.0f);
+    const auto s = read_run(MODULATED ? scale : nullptr, channel, 0.0f);
+    const auto t = read_run(MODULATED ? shift : nullptr, channel, 0.0f);
 #pragma unroll
-    for (int a = 0; a < CHUNKS; ++a) {
-      const int channel = channel_of(a, thread), own = AFFINE_IN_SHARED ? 0 : a;
-      const auto w = read_run(WEIGHTED ? weight : nullptr, channel, 1.0f);
-      const auto b = read_run(WEIGHTED ? bias : nullptr, channel, 0.0f);
-      const auto s = read_run(MODULATED ? scale : nullptr, channel, 0.0f);
-      const auto t = read_run(MODULATED ? shift : nullptr, channel, 0.0f);
-#pragma unroll
-      for (int j = 0; j < RUN; ++j) {
-        const float factor = __fadd_rn(1.0f, s.v[j]);
-        g[own][j] = __fmul_rn(w.v[j], factor);
-        h[own][j] = __fmaf_rn(b.v[j], factor, t.v[j]);
-      }
-      if constexpr (AFFINE_IN_SHARED)
-#pragma unroll
-        for (int i = 0; i < RUN_PARTS; ++i) {
-          const float* from =  // [WIDE]
-              i * WIDE < RUN ? g[0] + i * WIDE : h[0] + (i * WIDE - RUN);
-          *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread]) = {
-              from[0], from[1], from[2], from[3]};
-        }
+    for (int j = 0; j < RUN; ++j) {
+      const float factor = __fadd_rn(1.0f, s.v[j]);
+      g[j] = __fmul_rn(w.v[j], factor);
+      h[j] = __fmaf_rn(b.v[j], factor, t.v[j]);
     }
   }
-  // A thread reads its own numbers alone, hence no barrier.
-  __device__ __forceinline__ void apply(const SharedStorage& smem, Run (&x)[CHUNKS]) const {
+  __device__ __forceinline__ void apply(Run& x) const {
 #pragma unroll
-    for (int a = 0; a < CHUNKS; ++a)
+    for (int j = 0; j < RUN; ++j) x[j] = __fmaf_rn(x[j], g[j], h[j]);
+  }
+};
+
+// Factors of all runs of a lane, in shared memory or in registers, for as many rows as they are of.
+struct Affine {
+  Factors of[AFFINE_IN_SHARED || EACH_ROW ? 1 : CHUNKS];
+  int end = 0;  // the first row that they are not of
+
+  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int row) {
+    row = min(row, p.rows - 1);
+    if (EACH_ROW || row < end) return;  // the same for all teams that share
+    const int64_t group = MODULATED ? row / p.group_rows : 0;
+    end = MODULATED ? int(group + 1) * p.group_rows : p.rows;
+    const int thread = thread_id_anew();  // this is rare, and shall keep no registers
+    if constexpr (TEAMS_SHARE) {
+      __syncthreads();  // no team reads the factors of the group before
+#pragma unroll 1
+      for (int a = thread / LANES; a < CHUNKS; a += BLOCK_M) keep(p, smem, group, a, thread);
+      __syncthreads();  // the factors of all teams are visible
+    } else {
 #pragma unroll
-      for (int i = 0; i < RUN / WIDE; ++i) {
-        RunPart factor, offset;
-        if constexpr (AFFINE_IN_SHARED) {
-          const auto& parts = smem.affine;
-          factor = *reinterpret_cast<const RunPart*>(parts[a * RUN_PARTS + i][thread_id()]);
-          offset =
-              *reinterpret_cast<const RunPart*>(parts[a * RUN_PARTS + RUN / WIDE + i][thread_id()]);
-        } else {
+      for (int a = 0; a < CHUNKS; ++a) keep(p, smem, group, a, thread);
+    }
+  }
+  __device__ __forceinline__ void keep(
+      const NormQuantParams& p, SharedStorage& smem, int64_t group, int a, int thread) {
+    Factors& own = of[AFFINE_IN_SHARED ? 0 : a];
+    own.load(p, group, channel_of(a, thread));
+    if constexpr (AFFINE_IN_SHARED)
 #pragma unroll
-          for (int j = 0; j < WIDE; ++j)
-            factor.v[j] = g[a][i * WIDE + j], offset.v[j] = h[a][i * WIDE + j];
-        }
-#pragma unroll
-        for (int j = 0; j < WIDE; ++j) {
-          float& number = x[a][i * WIDE + j];
-          number = __fmaf_rn(number, factor.v[j], offset.v[j]);
-        }
+      for (int i = 0; i < RUN_PARTS; ++i) {
+        const float* from = i * WIDE < RUN ? own.g + i * WIDE : own.h + (i * WIDE - RUN);  // [WIDE]
+        *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread % AFFINE_THREADS]) = {
+            from[0], from[1], from[2], from[3]};
       }
+  }
+  // Unless teams share, a thread reads its own numbers alone, hence no barrier.
+  __device__ __forceinline__ void apply(
+      const NormQuantParams& p, const SharedStorage& smem, int row, Run (&x)[CHUNKS]) const {
+#pragma unroll
+    for (int a = 0; a < CHUNKS; ++a) {
+      Factors factors;
+      if constexpr (EACH_ROW) {
+        factors.load(p, min(row, p.rows - 1) / p.group_rows, channel_of(a));
+      } else if constexpr (AFFINE_IN_SHARED) {
+#pragma unroll
+        for (int i = 0; i < RUN_PARTS; ++i) {
+          const auto part = *reinterpret_cast<const RunPart*>(
+              smem.affine[a * RUN_PARTS + i][thread_id() % AFFINE_THREADS]);
+          float* to = i * WIDE < RUN ? factors.g + i * WIDE : factors.h + (i * WIDE - RUN);
+#pragma unroll
+          for (int j = 0; j < WIDE; ++j) to[j] = part.v[j];
+        }
+      } else {
+        factors = of[a];
+      }
+      factors.apply(x[a]);
+    }
   }
 };
 
@@ -304,11 +333,11 @@ __device__ __forceinline__ void butterfly(float& x, float& y, float sign) {
 
 // The bits of a lane's own numbers: three of a place in a run, two of a run. A half of a run is
 // stored at a time. Lanes that would meet in a bank begin with the other half.
-__device__ __forceinline__ void turn_own(Run (&x)[CHUNKS], float* part /*[CHUNKS, PART_SPAN]*/) {
+__device__ __forceinline__ void turn_own(Run* x /*[TURNED]*/, float* part /*[TURNED, PART_SPAN]*/) {
   const int first = lane_id() & WIDE;  // of the half
   const float order = first ? -1.0f : 1.0f;
 #pragma unroll
-  for (int a = 0; a < CHUNKS; ++a) {
+  for (int a = 0; a < TURNED; ++a) {
 #pragma unroll
     for (int j = 0; j < RUN; j += 2) butterfly(x[a][j], x[a][j + 1], j % 4 == 2);
 #pragma unroll
@@ -325,7 +354,7 @@ __device__ __forceinline__ void turn_own(Run (&x)[CHUNKS], float* part /*[CHUNKS
     butterfly(x[0][j], x[2][j], sign), butterfly(x[1][j], x[3][j], sign);
   }
 #pragma unroll
-  for (int a = 0; a < CHUNKS; ++a)
+  for (int a = 0; a < TURNED; ++a)
 #pragma unroll
     for (int i = 0; i < RUN; i += WIDE)
       *reinterpret_cast<RunPart*>(part + a * PART_SPAN + (first ^ i)) = {
@@ -353,22 +382,29 @@ __device__ __forceinline__ uint32_t absmax_of(const float (&x)[N]) {
 __device__ __forceinline__ void store_rotated(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
   const int thread = thread_id_anew(), lane = thread % PART;
-  float* part = smem.part[ROTATED ? thread / PART : 0];  // [ACROSS, CHUNKS, PART_SPAN]
-  turn_own(x, part + lane / PART_GROUPS * (CHUNKS * PART_SPAN) + lane % PART_GROUPS * RUN);
-  __syncwarp();  // the numbers of all lanes of a group are visible
-  float y[TASKS][ACROSS * WIDE];
+  float* part = smem.part[ROTATED ? thread / PART : 0];  // [ACROSS, TURNED, PART_SPAN]
+  float y[SETS * TASKS][ACROSS * WIDE];
   uint32_t absmax = 0;
 #pragma unroll
-  for (int task = 0; task < TASKS; ++task) {
+  for (int set = 0; set < SETS; ++set) {
+    if (set > 0 || TEAM_WARPS == 1) __syncwarp();  // the numbers before are read
+    turn_own(
+        x + set * TURNED,
+        part + lane / PART_GROUPS * (TURNED * PART_SPAN) + lane % PART_GROUPS * RUN);
+    __syncwarp();  // the numbers of all lanes of a group are visible
 #pragma unroll
-    for (int i = 0; i < ACROSS; ++i) {
-      const auto words = *reinterpret_cast<const RunPart*>(
-          part + i * (CHUNKS * PART_SPAN) + (task * PART + lane) * WIDE);
+    for (int task = 0; task < TASKS; ++task) {
+      auto& own = y[set * TASKS + task];
 #pragma unroll
-      for (int j = 0; j < WIDE; ++j) y[task][i * WIDE + j] = words.v[j];
+      for (int i = 0; i < ACROSS; ++i) {
+        const auto words = *reinterpret_cast<const RunPart*>(
+            part + i * (TURNED * PART_SPAN) + (task * PART + lane) * WIDE);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) own[i * WIDE + j] = words.v[j];
+      }
+      turn_across(own);
+      absmax = max(absmax, absmax_of(own));
     }
-    turn_across(y[task]);
-    absmax = max(absmax, absmax_of(y[task]));
   }
   // Butterflies multiplied the sum of the squares by ROTATE. The scale corrects this.
   const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
@@ -377,9 +413,10 @@ __device__ __forceinline__ void store_rotated(
   if (thread % LANES == 0)  // a NaN keeps its bits
     p.scales[row] = scale.inverse == 0.0f ? scale.scale : __fmul_rn(scale.scale, UNIT);
 #pragma unroll
-  for (int task = 0; task < TASKS; ++task) {
-    const int word = (task * PART + lane) * WIDE;  // of [CHUNKS, PART_SPAN]
-    const int past = thread % LANES / PART * PART_SPAN + word % PART_SPAN;
+  for (int n = 0; n < SETS * TASKS; ++n) {
+    const int word = (n % TASKS * PART + lane) * WIDE;  // of [TURNED, PART_SPAN]
+    const int set = thread % LANES / PART * SETS + n / TASKS;
+    const int past = set * PART_SPAN + word % PART_SPAN;
     int8_t* codes =  // [ACROSS, LANE_SPAN]
         p.codes + int64_t(row) * CHANNELS + word / PART_SPAN * SPAN + past;
     if (BLOCK_N != CHANNELS && past >= SPAN) continue;
@@ -387,7 +424,7 @@ __device__ __forceinline__ void store_rotated(
     for (int i = 0; i < ACROSS; ++i) {
       float scaled[WIDE];
 #pragma unroll
-      for (int j = 0; j < WIDE; ++j) scaled[j] = __fmul_rn(y[task][i * WIDE + j], scale.inverse);
+      for (int j = 0; j < WIDE; ++j) scaled[j] = __fmul_rn(y[n][i * WIDE + j], scale.inverse);
       store_rounded_s8(codes + i * LANE_SPAN, scaled);  // R1
     }
   }
@@ -461,7 +498,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
 
     if constexpr (NORM == Norm::LAYER) centre(x, smem.of_warp[step % 2][0]);
     if constexpr (NORM != Norm::NONE) normalise(x, p.eps, smem.of_warp[step % 2][1]);
-    if constexpr (AFFINE) affine.apply(smem, x);  // N2
+    if constexpr (AFFINE) affine.apply(p, smem, row, x);  // N2
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll

@@ -68,7 +68,7 @@ SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 #: The pass in front of a product.
 NORMED = {
     "NORM": 1, "WEIGHT": 0, "MODULATION": 0, "CHANNELS": 1024, "ROTATE": 0, "BY_ROW": 1,
-    "BY_EIGHT": 1, "BLOCKS_PER_SM": 1,
+    "BY_EIGHT": 1, "FACTORS": 0, "BLOCKS_PER_SM": 1,
 }  # fmt: skip
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),

@@ -95,6 +95,13 @@ CASES = {
     "rotated by 64": case(5, 192, dtype="float32", rotate="hadamard", vectors="weight:float32"),
     "rotated alone": case(3, 3072, rotate="hadamard"),
     "rotated, several rows of a warp": case(9, 256, norm="layer", rotate="hadamard"),
+    "rotated, factors of a block": case(
+        8, 1792, norm="rms", rotate="hadamard", vectors="scale:float16 shift:float16", groups=2
+    ),
+    "rotated, factors of each row": case(
+        3, 3072, dtype="bfloat16", norm="layer", rotate="hadamard", vectors=MODULATED, groups=3
+    ),
+    "rotated, five warps": case(2, 5120, norm="layer", rotate="hadamard", vectors=MODULATED),
     "rotated, idle lanes": case(
         3, 1792, dtype="bfloat16", norm="layer", rotate="hadamard", vectors="weight:bfloat16"
     ),

@@ -82,9 +82,11 @@ def test_the_widest_rows(name: str) -> None:
     assert_bits(found, expected)
 
 
-def in_several_steps(one: Case, steps: int) -> tuple[Any, Any]:
-    """Return what teams that take so many of nine rows make in the interpreter, and the mirror."""
-    one = dataclasses.replace(one, shape=(9, one.shape[-1]), groups=3)
+def in_several_steps(
+    one: Case, steps: int, rows: int = 9, groups: int = 3
+) -> tuple[Any, Any]:
+    """Return what teams that take so many of the rows make in the interpreter, and the mirror."""
+    one = dataclasses.replace(one, shape=(rows, one.shape[-1]), groups=groups)
     arrays, how = one.arrays(), one.settled
     places = {name: Operand.of(x) for name, x in arrays.items()}
     vectors = tuple(places.get(name) for name in VECTORS)
@@ -92,7 +94,7 @@ def in_several_steps(one: Case, steps: int) -> tuple[Any, Any]:
     types = named.get("weight", ""), named.get("scale", named.get("shift", ""))
     plan = plan_norm_quant(places["x"], one.dtype, vectors, types, how, steps=steps)
     assert plan.steps == steps
-    codes, scales = np.empty(one.shape, np.int8), np.empty((9, 1), np.float32)
+    codes, scales = np.empty(one.shape, np.int8), np.empty((rows, 1), np.float32)
     interpret.run(plan, arrays | {"codes": codes, "scales": scales})
     return (codes, scales), norm_quant_mirror(arrays["x"], how, flat_vectors(arrays))
 
@@ -104,6 +106,13 @@ def in_several_steps(one: Case, steps: int) -> tuple[Any, Any]:
 def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
     """Groups of rows begin within a team's, and some teams run past the last row."""
     assert_bits(*in_several_steps(CASES[name], steps))
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (12, 1), (15, 1), (9, 9)])
+@pytest.mark.parametrize("name", ["rotated by 256", "rotated, factors of a block"])
+def test_teams_of_a_block_may_share_factors(name: str, rows: int, groups: int) -> None:
+    """Groups of rows begin within a block's, with one row of each team or with each row."""
+    assert_bits(*in_several_steps(CASES[name], 3, rows, groups))
 
 
 def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
@@ -227,10 +236,10 @@ def test_a_fault_breaks_the_bound(fault: str) -> None:
 #: A line of norm_quant.cu, what stands in its place, and the case that finds it.
 MISTAKES = {
     "no barrier behind the sums": (
-        "    __syncthreads();  // the sums of all warps are visible\n", "", "rotated by 256",
+        "    __syncthreads();  // the sums of all warps are visible\n", "", "rotated, five warps",
     ),
     "no barrier behind the maxima": (
-        "    __syncthreads();  // the maxima of all warps are visible\n", "", "rotated by 256",
+        "    __syncthreads();  // the maxima of all warps are visible\n", "", "rotated, five warps",
     ),
     "no barrier before numbers change lanes": (
         "  __syncwarp();  // the numbers of all lanes of a group are visible\n", "",
@@ -241,9 +250,21 @@ MISTAKES = {
         "    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[0][2]));",
         "codes alone",
     ),
-    "factors of the first group": ("    if (row < end) return;", "    if (end) return;",
+    "factors of the first group": ("|| row < end) return;", "|| end) return;",
                                    "layer, modulated"),
     "rows past the last are stored": ("    if (row >= p.rows) return;\n", "", "layer, one warp"),
+    "no barrier before factors of a block": (
+        "      __syncthreads();  // no team reads the factors of the group before\n", "",
+        "rotated, factors of a block",
+    ),
+    "no barrier behind factors of a block": (
+        "      __syncthreads();  // the factors of all teams are visible\n", "",
+        "rotated, factors of a block",
+    ),
+    "no barrier between two rows": (
+        "    if (set > 0 || TEAM_WARPS == 1) __syncwarp();  // the numbers before are read\n", "",
+        "rotated by 128",
+    ),
     "no signs of halves of runs": ("a & 1 ? -order : order", "order", "rotated by 256"),
     "no signs of runs": ("x[3][j], sign)", "x[3][j])", "rotated by 128"),
     "no signs of lanes": (", bit == 2 * WIDE && i & 4 * WIDE)", ")", "rotated by 256"),
@@ -258,7 +279,8 @@ def test_a_mistake_of_the_kernel_is_found(
     line, instead, case_name = MISTAKES[name]
     put_a_line_in_place("linear/norm_quant.cu", line, instead, tmp_path, monkeypatch)
     try:
-        found = in_several_steps(CASES[case_name], 3)
+        shared = "factors of a block" in case_name
+        found = in_several_steps(CASES[case_name], 3, *((12, 3) if shared else ()))
     except KernelFault:
         return
     with pytest.raises(AssertionError):
