@@ -29,7 +29,7 @@ _WARPS = 24
 #: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
 #: more, where a number of the next row that has no register would be waited for.
 _OTHER_REGISTERS = 26, 56
-#: Bytes of shared memory of a Hopper multiprocessor, and those that a block takes beside its arrays.
+#: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
 _SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4
 
 
