@@ -412,7 +412,6 @@ def quantised_product(
     outliers: Outliers | None = None,
     rotate: str | None = None,
     smooth: Array | None = None,
-    backend: str | None = None,
     **options: Any,
 ) -> Array:
     """Quantise x and multiply it by the codes of a weight, as a layer does.
@@ -427,15 +426,14 @@ def quantised_product(
     outliers : Outliers, optional
     rotate, smooth
         As for `Int8Linear`.
-    backend : str, optional
     **options
-        The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, out.
+        The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, backend, out.
 
     Returns
     -------
     array, (..., out), out_dtype
     """
-    kept = None
+    kept, backend = None, options.pop("backend", None)
     x, before = arranged(x, rotate), steps_before(rotate, smooth is not None)
     if smooth is not None:
         smooth = arranged(smooth[None], rotate)[0]

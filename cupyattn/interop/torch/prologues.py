@@ -1,4 +1,4 @@
-"""What is in front of layers of INT8 codes in Inductor's graphs: norms, modulation, activations.
+"""Norms, modulation and activations in front of layers of INT8 codes, as Inductor has them.
 
 They become part of the pass that makes codes of rows, which computes them in float32. A norm is a
 ``LayerNorm`` or ``RMSNorm`` of the last axis, with its weight and bias. Modulation is
