@@ -5,11 +5,10 @@ scales by channel are faster than with scales by block. Their error is larger if
 the activations are much larger than the others, which weights do not show. So without activations
 a model gets channels only if a whole model of its family was measured with them, else blocks. With
 activations, the error of each layer is estimated. It gets channels if their error is little more
-than that of blocks, else channels of rotated rows if theirs is little more, else blocks. In front
-of blocks stands a step for layers that may have factors of channels (`cupyattn.quant.smoothing`),
-which the widest rows need alone: with one outlier channel among 3,072 a rotation errs less than
-blocks, with one among 16,192, in groups of 64, more than twice as much
-(experiments/accuracy/smoothing).
+than that of blocks, else channels of rotated rows if theirs is little more, else blocks. Layers
+that may have factors of channels (`cupyattn.quant.smoothing`) have one more step before blocks.
+Only the widest rows need it (experiments/accuracy/smoothing). With one outlier channel among 3,072
+a rotation errs less than blocks. With one among 16,192, in groups of 64, it errs twice as much.
 
 Outliers of a weight do not decide: a weight whose codes are noisy keeps 16 bits in either way.
 """

@@ -26,8 +26,8 @@ from cupyattn.quant.row_steps import NORMS, RowSteps
 _THREADS, _THREADS_ROTATED, _STEPS = 128, 64, 16
 #: Warps of a multiprocessor: registers for more are not needed.
 _WARPS = 24
-#: Registers of a thread beside the numbers of its row and of the next. With more than 32 numbers of
-#: a row it takes more: the pass would wait for a number of the next row that has no register.
+#: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
+#: more. The pass would wait for numbers of the next row that have no register.
 _OTHER_REGISTERS = 26, 56
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
 _SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4

@@ -4,8 +4,8 @@ Varies       what channels of the activations are outliers, and of the weight; t
              channels, of which 256, 128 or 64 are rotated together
 Holds fixed  64 rows, 128 output channels, N(0, 1) but for outliers; factors of channels as
              `cupyattn.quant.smoothing_factors` makes them
-Measures     the relative L2 error of a product with scales of channels, as a multiple of that with
-             scales of blocks: as it is, rotated, smoothed, and smoothed then rotated
+Measures     the relative L2 error of a product with scales of channels: as it is, rotated,
+             smoothed, and smoothed then rotated. Each as a multiple of the error of blocks
 Expect       where channels err more than 1.15 times as much as blocks, a rotation errs at most 1.3
              times as much, but for the widest rows. Smoothed first it errs less than half as much
              where outliers are large

@@ -102,7 +102,7 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 using Run = float[RUN];
 using RunPart = Vec<float, WIDE>;
 
-// Channels of run a of a lane past those of its first.
+// Channels from the first run of a lane to run a.
 __device__ __forceinline__ constexpr int run_offset(int a) {
   return ROTATED ? a / TURNED * PART_SPAN + a % TURNED * SPAN : a * LANES * RUN;
 }

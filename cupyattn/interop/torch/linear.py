@@ -469,7 +469,7 @@ class Int8Linear(torch.nn.Linear):
         """Say that codes are of another rotation than the layer's, or ""."""
         given = state_dict.get(prefix + ROTATION)
         own = None if self.rotate is None else [*marker(self.rotate, self.in_features)]
-        if given is not None and given.is_meta:  # its numbers come later, as those of the codes
+        if given is not None and given.is_meta:  # its numbers come later, with the codes
             given = torch.tensor(own or [])
         marks = [None if given is None else given.tolist(), own]
         texts = ["not rotated" if mark is None else f"rotated as {mark}" for mark in marks]
