@@ -12,7 +12,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES, without_defaults
 from cupyattn.kernels.limits import HOPPER_BLOCKS, MAX_LENGTH
-from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, team_of
+from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, Team, team_of
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
@@ -161,20 +161,14 @@ def plan_norm_quant(
         )
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     team = team_of(channels, rotate, normed=how.norm is not None)
-    teams = max(1, (_THREADS_ROTATED if rotate else _THREADS) // team.lanes)
-    tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
-    factors = _factors_of(teams, rows // groups if rotate and any(types) else 0)
-    resident = max(1, _WARPS // tiles.num_warps)
+    teams, factors = max(1, _THREADS // team.lanes), "team"
+    resident = max(1, _WARPS // (teams * team.lanes // 32))
     if rotate:
         halves = 2 if how.activation in GLU else 1
-        own = team.runs * RUN
-        registers = own + own * halves * x.itemsize // 4 + _OTHER_REGISTERS[own > 32]
-        numbers = 32 * tiles.num_threads  # that change lanes
-        if any(types) and factors != "row" and (factors == "block" or tiles.num_threads <= 256):
-            numbers += 2 * team.held * (1 if factors == "block" else teams)
-        warps = 4 * (16_384 // (32 * registers))  # as many on each of four schedulers
-        blocks = min(_WARPS, warps) // tiles.num_warps
-        resident = max(1, min(blocks, _SHARED // (4 * numbers + _BLOCK_BYTES)))
+        resident, teams, factors = _rotated_blocks(
+            team, halves * x.itemsize, rows // groups if any(types) else 0
+        )
+    tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
     blocks = -(-rows // teams)
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
@@ -197,14 +191,34 @@ def plan_norm_quant(
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)
 
 
-def _factors_of(teams: int, group_rows: int) -> str:
-    """Return which rows share factors of channels, of rotated rows: ``FactorsOf`` of the kernel.
+def _rotated_blocks(team: Team, itemsize: int, group_rows: int) -> tuple[int, int, str]:
+    """Return blocks of a multiprocessor, teams of a block, and which rows share factors.
 
-    `group_rows` is 0 if rows are not rotated, or have no factors.
+    The last is ``FactorsOf`` of the kernel.
+
+    Parameters
+    ----------
+    team : Team
+    itemsize : int
+        Bytes of a row of x for each channel.
+    group_rows : int
+        Rows that have the same factors; 0: there are none.
     """
-    if group_rows == 1 or (group_rows and teams > 1 and group_rows % teams):
-        return "row"
-    return "block" if group_rows and teams > 1 else "team"
+    own, few = team.runs * RUN, max(1, _THREADS_ROTATED // team.lanes)
+    registers = own + own * itemsize // 4 + _OTHER_REGISTERS[own > 32]
+    warps = min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
+    found = []
+    for teams in (few, 2) if team.lanes > 32 and group_rows else (few,):
+        threads, factors = teams * team.lanes, "block" if teams > 1 and group_rows else "team"
+        if group_rows == 1 or (group_rows and group_rows % teams):
+            factors = "row"
+        numbers = 32 * threads  # that change lanes
+        if group_rows and factors != "row" and (factors == "block" or threads <= 256):
+            numbers += 2 * team.held
+        blocks = min(warps // (threads // 32), _SHARED // (4 * numbers + _BLOCK_BYTES))
+        found.append((blocks * teams, -teams, max(1, blocks), factors))
+    _, negative, blocks, factors = max(found)
+    return blocks, -negative, factors
 
 
 def _by_eight(vector: Operand | None) -> bool:

@@ -19,6 +19,7 @@
 #include "prims/codes/gemm.cuh"
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/griddepcontrol.cuh"
+#include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/warp.cuh"
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
@@ -124,12 +125,21 @@ __device__ __forceinline__ bool has_channel(int a, int j = 0) {
   return is_channel(channel_of(ROTATED ? a / TURNED * TURNED : a) + (CHANNELS % RUN == 0 ? 0 : j));
 }
 
+// Synchronises the warps of a team.
+__device__ __forceinline__ void team_sync() {
+  if constexpr (BLOCK_M == 1) {
+    __syncthreads();  // what every warp wrote to shared memory is visible
+  } else {
+    named_barrier_sync(1 + thread_id() / LANES, LANES);  // the same, to this team
+  }
+}
+
 // Neighbours among the lanes of a team added, then neighbours of the sums; every lane gets the sum.
 __device__ __forceinline__ float team_sum(float x, uint32_t (&of_warp)[NUM_WARPS]) {
   x = shfl_sum_of_neighbours<PART>(x);
   if constexpr (TEAM_WARPS > 1) {
     if (lane_id() == 0) of_warp[warp_id()] = __float_as_uint(x);
-    __syncthreads();  // the sums of all warps are visible
+    team_sync();  // the sums of all warps are visible
     const int first = warp_id() / TEAM_WARPS * TEAM_WARPS;
     float sums[power_of_two_from(TEAM_WARPS)] = {};
 #pragma unroll
@@ -142,7 +152,7 @@ __device__ __forceinline__ uint32_t team_max(uint32_t x, uint32_t (&of_warp)[NUM
   x = shfl_max<PART>(x);
   if constexpr (TEAM_WARPS > 1) {
     if (lane_id() == 0) of_warp[warp_id()] = x;
-    __syncthreads();  // the maxima of all warps are visible
+    team_sync();  // the maxima of all warps are visible
     const int first = warp_id() / TEAM_WARPS * TEAM_WARPS;
 #pragma unroll
     for (int i = 0; i < TEAM_WARPS; ++i) x = max(x, of_warp[first + i]);

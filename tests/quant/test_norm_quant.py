@@ -108,8 +108,10 @@ def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
     assert_bits(*in_several_steps(CASES[name], steps))
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (12, 1), (15, 1), (9, 9)])
-@pytest.mark.parametrize("name", ["rotated by 256", "rotated, factors of a block"])
+@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (15, 1), (9, 9)])
+@pytest.mark.parametrize(
+    "name", ["rotated by 256", "rotated, factors of a block", "rotated, five warps"]
+)
 def test_teams_of_a_block_may_share_factors(name: str, rows: int, groups: int) -> None:
     """Groups of rows begin within a block's, with one row of each team or with each row."""
     assert_bits(*in_several_steps(CASES[name], 3, rows, groups))
@@ -236,10 +238,10 @@ def test_a_fault_breaks_the_bound(fault: str) -> None:
 #: A line of norm_quant.cu, what stands in its place, and the case that finds it.
 MISTAKES = {
     "no barrier behind the sums": (
-        "    __syncthreads();  // the sums of all warps are visible\n", "", "rotated, five warps",
+        "    team_sync();  // the sums of all warps are visible\n", "", "rotated, five warps",
     ),
     "no barrier behind the maxima": (
-        "    __syncthreads();  // the maxima of all warps are visible\n", "", "rotated, five warps",
+        "    team_sync();  // the maxima of all warps are visible\n", "", "rotated, five warps",
     ),
     "no barrier before numbers change lanes": (
         "  __syncwarp();  // the numbers of all lanes of a group are visible\n", "",
