@@ -82,8 +82,8 @@ static_assert(
 
 constexpr bool AFFINE = WEIGHTED || MODULATED;
 // g and h are in shared memory, if it has room for them, and leave registers to more blocks.
-constexpr bool EACH_ROW = AFFINE && FACTORS == FactorsOf::ROW;
-constexpr bool TEAMS_SHARE = AFFINE && FACTORS == FactorsOf::BLOCK && BLOCK_M > 1;
+constexpr bool EACH_ROW = AFFINE && FACTORS_OF == FactorsOf::ROW;
+constexpr bool TEAMS_SHARE = AFFINE && FACTORS_OF == FactorsOf::BLOCK && BLOCK_M > 1;
 constexpr bool AFFINE_IN_SHARED = AFFINE && !EACH_ROW && (TEAMS_SHARE || NUM_THREADS <= 256);
 constexpr int AFFINE_THREADS = TEAMS_SHARE ? LANES : NUM_THREADS;  // that have their own
 constexpr int RUN_PARTS = 2 * RUN / WIDE;                          // accesses to g and h of a run

@@ -242,7 +242,7 @@ constexpr bool BY_EIGHT = CFG_BY_EIGHT;          // eight numbers of these vecto
 // Rows with the same factors, which are made of these vectors: several of a team, all of a block at a
 // time, or none.
 enum class FactorsOf { TEAM, BLOCK, ROW };
-constexpr FactorsOf FACTORS = FactorsOf(CFG_FACTORS);
+constexpr FactorsOf FACTORS_OF = FactorsOf(CFG_FACTORS);
 constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;  // thread blocks at a time
 
 // storage types
