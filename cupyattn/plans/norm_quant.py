@@ -29,6 +29,8 @@ _WARPS = 24
 #: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
 #: more. The pass would wait for numbers of the next row that have no register.
 _OTHER_REGISTERS = 26, 56
+#: Fewest rows for which their factors are kept. Fewer rows read them anew.
+_LEAST_KEPT = 4
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
 _SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4
 
@@ -207,14 +209,19 @@ def _rotated_blocks(team: Team, itemsize: int, group_rows: int) -> tuple[int, in
     own, few = team.runs * RUN, max(1, _THREADS_ROTATED // team.lanes)
     registers = own + own * itemsize // 4 + _OTHER_REGISTERS[own > 32]
     warps = min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
+    ways = [(few, "team")]
+    if 0 < group_rows < _LEAST_KEPT:
+        ways = [(few, "row")]
+    elif group_rows:
+        ways = [(max(1, 32 // team.lanes), "team")]
+        together = max(few, 2)
+        ways += [(together, "block")] * (group_rows % together == 0)
     found = []
-    for teams in (few, 2) if team.lanes > 32 and group_rows else (few,):
-        threads, factors = teams * team.lanes, "block" if teams > 1 and group_rows else "team"
-        if group_rows == 1 or (group_rows and group_rows % teams):
-            factors = "row"
+    for teams, factors in ways:
+        threads = teams * team.lanes
         numbers = 32 * threads  # that change lanes
-        if group_rows and factors != "row" and (factors == "block" or threads <= 256):
-            numbers += 2 * team.held
+        if group_rows and (factors == "block" or (factors == "team" and threads <= 256)):
+            numbers += 2 * team.held * (teams if factors == "team" else 1)
         blocks = min(warps // (threads // 32), _SHARED // (4 * numbers + _BLOCK_BYTES))
         found.append((blocks * teams, -teams, max(1, blocks), factors))
     _, negative, blocks, factors = max(found)

@@ -126,6 +126,26 @@ def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
     assert few.steps == 1 and few.launches[0].grid == 16
 
 
+@pytest.mark.parametrize(
+    ("channels", "groups", "teams", "lanes", "factors"),
+    [
+        (3072, 1, 2, 32, 1), (3072, 4608, 2, 32, 2), (3072, 512, 1, 32, 0), (1536, 2, 4, 16, 1),
+        (1536, 512, 2, 16, 0), (5120, 1, 2, 160, 1), (5120, 4608, 1, 160, 2),
+        (5120, 512, 1, 160, 0),
+    ],
+)  # fmt: skip
+def test_teams_of_rotated_rows_share_factors_if_their_rows_do(
+    channels: int, groups: int, teams: int, lanes: int, factors: int
+) -> None:
+    """1: all of a block; 0: all of a team, in groups of nine rows; 2: none, each reads its own."""
+    x, vector = (Operand.contiguous((rows, channels), 2) for rows in (4608, groups))
+    how = CASES["layer, modulated"].settled._replace(rotate="hadamard")
+    plan = plan_norm_quant(x, "bfloat16", (None, None, vector, vector), ("", "bfloat16"), how)
+    defines = dict(plan.launches[0].module.defines)
+    assert defines["CFG_BLOCK_M"] == teams and plan.launches[0].block == teams * lanes
+    assert defines["CFG_FACTORS"] == factors
+
+
 @pytest.mark.parametrize("rotate", [0, 1])
 @pytest.mark.parametrize("channels", [1536, 1792, 3072, 5120])
 def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
