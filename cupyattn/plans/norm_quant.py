@@ -29,7 +29,7 @@ _WARPS = 24
 #: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
 #: more. The pass would wait for numbers of the next row that have no register.
 _OTHER_REGISTERS = 26, 56
-#: Fewest rows for which their factors are kept. Fewer rows read them anew.
+#: Fewest rows for which their factors are kept. Fewer rows read theirs from memory.
 _LEAST_KEPT = 4
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
 _SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4
