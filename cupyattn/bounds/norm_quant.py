@@ -11,7 +11,7 @@ from cupyattn.bounds.perturbation import gamma
 from cupyattn.bounds.products import TINY, activated
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
 from cupyattn.bounds.values import rounding_to_codes
-from cupyattn.kernels.row_teams import RUN, held_of, lanes_of
+from cupyattn.kernels.row_teams import RUN, team_of
 from cupyattn.quant.blocks import BLOCK_SIZE, by_column
 from cupyattn.quant.rotation import group_of, rotated
 from cupyattn.quant.row_steps import RowSteps
@@ -65,8 +65,7 @@ def norm_quant_error(x: Array, scales: Array, steps: RowSteps, vectors: Vectors)
 def _normalised(x: Float64, steps: RowSteps) -> tuple[Float64, Float64]:
     """Return rows normalised exactly, and the error of the same in float32 (N1, N2)."""
     channels = x.shape[-1]
-    every = lanes_of(channels) * RUN
-    adds = held_of(channels) // every + int(math.log2(every))
+    adds = team_of(channels, 0 if steps.rotate is None else group_of(channels)).additions
     size, of_mean = np.abs(x).sum(axis=-1, keepdims=True), np.zeros((len(x), 1))
     if steps.norm == "layer":
         of_mean = gamma(adds + 2, U) * size / channels + TINY

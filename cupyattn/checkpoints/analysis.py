@@ -350,6 +350,11 @@ def analyze(
         raise TypeError(f"config must be a cupyattn.Int8Config or None, got {config!r:.60}")
     source = open_checkpoint(model) if isinstance(model, (str, os.PathLike)) else model
     config = config or Int8Config()
+    if config.smooth is True:
+        raise UnsupportedError(
+            "smooth=True goes with layers that replace_linear_with_int8 quantises, files have no "
+            "place for factors: leave it out"
+        )
     check_full_width(source)
     check_patterns(config, source.tensors)
     model = str(read_config(source).get("_class_name", ""))

@@ -76,6 +76,8 @@ def rotation_told(source: Source, layer: str, settings: Settings, channels: int)
 
     Raises
     ------
+    ValueError
+        For a switch that is neither true nor false.
     UnsupportedError
         For other formats than ``int8_tensorwise``, groups of another size, and factors of the
         input.
@@ -87,7 +89,7 @@ def rotation_told(source: Source, layer: str, settings: Settings, channels: int)
         )
     nested = settings.get("params")
     told = {**(nested if isinstance(nested, dict) else {}), **settings}
-    if not told.get("convrot", False):
+    if not _switch(source, layer, told, "convrot"):
         return None
     size = told.get("convrot_groupsize", 256)
     if rotation_of(CONTIGUOUS, channels) is None or size != group_of(channels) or size == 128:
@@ -100,7 +102,7 @@ def rotation_told(source: Source, layer: str, settings: Settings, channels: int)
 
 def activations_told(source: Source, layer: str, settings: Settings) -> str:
     """Return a demand on activations that products of INT8 codes do not meet, or ""."""
-    if settings.get("full_precision_matrix_mult", False):
+    if _switch(source, layer, settings, "full_precision_matrix_mult"):
         return "16 bits"
     return "static scales" if f"{layer}.input_scale" in source.tensors else ""
 
@@ -128,9 +130,19 @@ def our_codes(codes: Array) -> Array:
     place = np.arange(group)
     low, high = place & 0x55, place >> 1 & 0x55
     threes = np.bitwise_count(low & high) % 2 == 1
-    moved = codes.reshape(len(codes), -1, group)[..., low << 1 | high]
+    moved = codes.reshape(len(codes), codes.shape[1] // group, group)[..., low << 1 | high]
     wide = np.where(threes, -moved.astype(np.int16), moved).reshape(codes.shape)
     return spread(wide if wide.size and wide.max() > 127 else wide.astype(np.int8))
+
+
+def _switch(source: Source, layer: str, settings: Settings, name: str) -> bool:
+    """Return a setting of a layer that is on or off, off if it is left out."""
+    value = settings.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"{source.path}: {name} of {layer!r} must be true or false, got {shown(value)}"
+        )
+    return value
 
 
 def _parsed(source: Source, name: str, text: str | bytes) -> dict[str, Any]:

@@ -302,6 +302,7 @@ class _ToInt8:
         self.notes = notes
         self.block_size, self.strategy = analysis.config.block_size, analysis.config.strategy
         self.config = asdict(analysis.config)
+        del self.config["smooth"]  # of layers in memory
         self.version = RECORD_VERSIONS[self.strategy]
         if self.strategy == "block":  # the record of version 1, to the byte
             del self.config["strategy"]

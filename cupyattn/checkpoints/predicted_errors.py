@@ -33,11 +33,19 @@ class Errors:
         With scales of blocks, and of channels.
     rotated : float or None
         With scales of channels of rotated rows; None if 64 does not divide the channels.
+    smoothed : float or None
+        The smaller of the two last with factors of channels, if these were asked for.
     """
 
     block: float
     channel: float
     rotated: float | None = None
+    smoothed: float | None = None
+
+    @property
+    def by_channel(self) -> float:
+        """The smaller error with scales of channels."""
+        return self.channel if self.rotated is None else min(self.channel, self.rotated)
 
 
 def predicted_errors(weight: Array, x: Array, block_size: int = BLOCK_SIZE) -> Errors:

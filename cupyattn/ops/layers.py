@@ -40,9 +40,14 @@ class LayersSettings(NamedTuple):
     before: NormQuantSettings | None = None
 
 
-def rotation_before(rotate: str | None) -> NormQuantSettings | None:
-    """Return the steps of rows that are rotated, and otherwise taken as they are."""
-    return None if rotate is None else NormQuantSettings(None, None, rotate, EPS, "channel", None)
+def steps_before(rotate: str | None, smooth: bool = False) -> NormQuantSettings | None:
+    """Return the steps of rows that a layer rotates, or multiplies by factors of channels, or None.
+
+    Its rotation need not tell adjacent from spread groups; the factors are the pass's `weight`.
+    """
+    if rotate is None and not smooth:
+        return None
+    return NormQuantSettings(None, None, rotate and "hadamard", EPS, "channel", None)
 
 
 class _Layers(Operation):
@@ -160,7 +165,14 @@ LAYERS = _Layers()
 
 
 def interpret_layer(
-    x: Any, codes: Any, scales: Any, settings: LayersSettings, *, out: Any = None, **operands: Any
+    x: Any,
+    codes: Any,
+    scales: Any,
+    settings: LayersSettings,
+    *,
+    weight: Any = None,
+    out: Any = None,
+    **operands: Any,
 ) -> Any:
     """Interpret a layer as models launch it: its product may begin while codes are made.
 
@@ -171,6 +183,8 @@ def interpret_layer(
         As for `cupyattn.Int8Linear`.
     settings : LayersSettings
         Settings of one layer. Without `arch`, the first architecture on which launches overlap.
+    weight : numpy.ndarray, optional
+        Weight of the pass that makes codes of x.
     out, **operands
         As for `cupyattn.int8_gemm`.
 
@@ -179,6 +193,7 @@ def interpret_layer(
     numpy.ndarray
     """
     arrays = {"x": x, "b0": codes, "b_scales0": scales}
+    arrays |= {} if weight is None else {"weight": weight}
     operands |= {"c": out}
     arrays |= {f"{name}0": array for name, array in operands.items() if array is not None}
     own = settings._replace(arch=settings.arch or OVERLAPPING, backend="interpret")

@@ -19,7 +19,7 @@ from cupyattn.compiler.target import check_backend, choose
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.act_quant import act_quant, act_quant_except, places
 from cupyattn.ops.gemm import int8_gemm
-from cupyattn.ops.layers import LayersSettings, interpret_layer, rotation_before
+from cupyattn.ops.layers import LayersSettings, interpret_layer, steps_before
 from cupyattn.ops.norm_quant import norm_quant
 from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
@@ -28,6 +28,7 @@ from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, c
 from cupyattn.quant.blocks import BLOCK_SIZE, by_column, check_codes, strategy_of_weight
 from cupyattn.quant.rotation import arranged, check_rotation, rotated
 from cupyattn.quant.row_steps import RowSteps
+from cupyattn.quant.smoothing import check_powers, check_smooth
 from cupyattn.reference.gemm import by_row
 from cupyattn.reference.norm_quant import Vectors
 
@@ -65,7 +66,13 @@ class Int8Linear:
     rotate : {None, "hadamard", "hadamard_contiguous"}
         The codes are of `cupyattn.quant.rotated` (W, rotate), and x is rotated in each call, which
         spreads outlier channels. Only with scales of channels. The last, for files of others,
-        moves the channels of x first.
+        moves the channels of x first. A row of x whose group sums to more than float32 holds gives
+        NaN; up to 1e36 no row does.
+    smooth : array, (in,), float32, optional
+        Factors of the channels of x, powers of two: the codes are of the weight divided by them,
+        and x is multiplied in the pass that makes its codes, before it is rotated. So the weight
+        takes over some of the range of outlier channels. Only with scales of channels.
+        `cupyattn.quant.smoothing_factors` makes them of samples.
     block_size : int
         Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
@@ -109,23 +116,26 @@ class Int8Linear:
         outlier_columns: Sequence[int] = (),
         outlier_weight: Array | None = None,
         rotate: str | None = None,
+        smooth: Array | None = None,
         block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
     ) -> None:
         check_given(FROM_WEIGHT, codes, scales)
-        codes, scales, outlier_weight = taken(
-            codes=codes, scales=scales, outlier_weight=outlier_weight
+        codes, scales, outlier_weight, smooth = taken(
+            codes=codes, scales=scales, outlier_weight=outlier_weight, smooth=smooth
         )
         if scales.dtype.name in FLOATS:
             scales = scales.astype(np.float32, copy=False)
         if bias is not None:
             bias, _ = take("bias", bias, of_parameter=True)
         settings = LayerSettings(activation, outlier_columns, block_size, arch, backend, rotate)
-        columns = check_layer(LayerArrays(codes, scales, bias, outlier_weight), settings)
+        columns = check_layer(LayerArrays(codes, scales, bias, outlier_weight, smooth), settings)
+        if smooth is not None:
+            check_powers(on_host(smooth))
         self.codes, self.scales, self.bias, self.activation = codes, scales, bias, activation
-        self.strategy = strategy_of_layer(codes.shape, scales.shape, rotate)
-        self.arch, self.backend, self.rotate = arch, backend, rotate
+        self.strategy = strategy_of_layer(codes.shape, scales.shape, rotate, smooth)
+        self.arch, self.backend, self.rotate, self.smooth = arch, backend, rotate, smooth
         self.outlier_columns, self.outlier_weight = columns, None
         if outlier_weight is not None:
             xp, shape = array_namespace(codes, outlier_weight), outlier_weight.shape
@@ -142,6 +152,7 @@ class Int8Linear:
         *,
         strategy: str = "block",
         rotate: str | None = None,
+        smooth: Array | None = None,
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -159,6 +170,8 @@ class Int8Linear:
             row of x, or an output channel and a row of x.
         rotate : {None, "hadamard", "hadamard_contiguous"}
             As for `Int8Linear`: the weight is rotated before it is quantised, in the same pass.
+        smooth : array, (in,), float32, optional
+            As for `Int8Linear`: the weight is divided by them before it is rotated.
         bias, activation, outlier_columns
             As for `Int8Linear`.
         outlier_dtype : {"float16", "bfloat16"}, optional
@@ -183,6 +196,7 @@ class Int8Linear:
         if outlier_dtype not in ("float16", "bfloat16"):
             raise ValueError(f"outlier_dtype must be float16 or bfloat16, got {outlier_dtype!r}")
         check_rotation(rotate, weight.shape[1], strategy)
+        (smooth,) = taken(smooth=smooth)
         columns = _columns(outlier_columns, weight.shape[1])
         kept = None
         if columns.size:
@@ -191,9 +205,9 @@ class Int8Linear:
             weight = weight.copy()
             weight[:, index] = 0
         return cls(
-            *quantised_weight(weight, strategy, rotate), bias, activation=activation,
-            outlier_columns=columns.tolist(), outlier_weight=kept, rotate=rotate, arch=arch,
-            backend=backend,
+            *quantised_weight(weight, strategy, rotate, smooth), bias, activation=activation,
+            outlier_columns=columns.tolist(), outlier_weight=kept, rotate=rotate, smooth=smooth,
+            arch=arch, backend=backend,
         )  # fmt: skip
 
     def __call__(
@@ -238,7 +252,8 @@ class Int8Linear:
         y = quantised_product(
             x, self.codes, self.scales, x.dtype.name if out_dtype is None else out_dtype,
             bias=self.bias, activation=self.activation, outliers=outliers, residual=residual,
-            gate=gate, rotate=self.rotate, arch=self.arch if arch is None else arch,
+            gate=gate, rotate=self.rotate, smooth=self.smooth,
+            arch=self.arch if arch is None else arch,
             backend=self.backend if backend is None else backend,
         )  # fmt: skip
         return as_given(y)
@@ -278,7 +293,8 @@ class Int8Linear:
         operands contribute ``|x| Δw + Δx (|w| + Δw)``, summed over k. An activation multiplies this
         by its slope; a gated linear unit changes it to `gated_error` of both halves. The product
         adds `gemm_error`. docs/MATH_REFERENCE.md [L42]. With `rotate` all of this holds for rotated
-        rows of x and W, whose codes are bounded by [L82].
+        rows of x and W, whose codes are bounded by [L82]; with `smooth` for x times the factors and
+        W divided by them, which round nothing.
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)
@@ -289,9 +305,15 @@ class Int8Linear:
         columns = columns_of(of_w.shape[0], self.activation or "")
         rows = x.reshape(-1, x.shape[-1])
         kept = self.outlier_columns
-        if self.rotate is not None:
+        before, vectors = steps_before(self.rotate, self.smooth is not None), Vectors()
+        if self.smooth is not None:
+            factors = on_host(self.smooth)
+            weight = weight.astype(np.float32) / factors
+            vectors = Vectors(weight=arranged(factors[None], self.rotate)[0])
+        if before is not None:
             rows, weight = (arranged(one, self.rotate) for one in (rows, weight))
-            (codes, scales), outliers = norm_quant(rows, rotate="hadamard"), None
+            made = norm_quant(rows, weight=vectors.weight, rotate=before.rotate)
+            (codes, scales), outliers = made, None
         elif outlier_weight is None:
             (codes, scales), outliers = act_quant(rows, strategy=self.strategy), None
         else:
@@ -304,16 +326,20 @@ class Int8Linear:
             codes, scales, of_w, scales_of_w, out_dtype, bias=bias,
             activation=self.activation or "", outliers=outliers, residual=residual, gate=gate,
         )  # fmt: skip
-        size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
+        exact_x = as_float64(rows)
+        if vectors.weight is not None:
+            exact_x = exact_x * as_float64(vectors.weight)
+        size_x, size_w = abs(exact_x), abs(as_float64(weight))
         step_x, step_w = as_float64(scales), as_float64(scales_of_w)  # (rows, 1), by channel
         if self.strategy == "block":
             step_x, step_w = (by_column(x, BLOCK_SIZE, size_x.shape[1]) for x in (step_x, step_w))
             step_w = step_w.repeat(BLOCK_SIZE, axis=0)[: len(size_w)]
-        if self.rotate is None:
-            error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
-        else:
-            size_x, size_w = (abs(rotated(one)) for one in (rows, weight))
-            error_x = norm_quant_error(rows, scales, _ROTATION, Vectors())
+        error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
+        if before is not None:
+            how = RowSteps(None, "", before.rotate, EPS, "channel")
+            error_x = norm_quant_error(rows, scales, how, vectors)
+        if self.rotate is not None:
+            size_x, size_w = (abs(rotated(one)) for one in (exact_x, weight))
             error_w = norm_quant_error(weight, scales_of_w, _ROTATION, Vectors())
         if outliers is not None:
             for error, exact, made in (
@@ -324,7 +350,7 @@ class Int8Linear:
                 error[:, kept] = abs(rounded - as_float64(exact)[:, kept])
         inputs = size_x @ error_w.T + error_x @ (size_w + error_w).T
         if self.activation in GLU:
-            sums = as_float64(rows) @ as_float64(weight).T
+            sums = exact_x @ as_float64(weight).T
             sums += 0.0 if bias is None else as_float64(bias)
             inputs = gated_error(sums, inputs, self.activation) * (1 + 2.0**-20)
         else:
@@ -341,26 +367,29 @@ class Int8Linear:
         return as_given(xp.asarray(up))
 
 
-#: The step of a rotated layer before its rows are quantised.
+#: The steps on the rows of a rotated weight before they are quantised.
 _ROTATION = RowSteps(None, "", "hadamard", EPS, "channel")
 
 
 def quantised_weight(
-    weight: Array, strategy: str, rotate: str | None, backend: str | None = None
+    weight: Array, strategy: str, rotate: str | None, smooth: Array | None = None
 ) -> tuple[Array, Array]:
     """Return codes and scales of a weight: `weight_quant`, or with a rotation `norm_quant`.
 
     Parameters
     ----------
     weight : array, (out, in)
-    strategy, rotate
+    strategy, rotate, smooth
         As for `Int8Linear.from_weight`.
-    backend : str, optional
     """
     check_rotation(rotate, weight.shape[1], strategy)
-    if rotate is None:
-        return weight_quant(weight, strategy=strategy, backend=backend)
-    return norm_quant(arranged(weight, rotate), rotate="hadamard", backend=backend)
+    before, divided = steps_before(rotate, smooth is not None), None
+    if before is None:
+        return weight_quant(weight, strategy=strategy)
+    if smooth is not None:
+        check_smooth(smooth, weight.shape[1], strategy)
+        divided = arranged((1 / smooth)[None], rotate)[0]
+    return norm_quant(arranged(weight, rotate), weight=divided, rotate=before.rotate)
 
 
 class Outliers(NamedTuple):
@@ -382,7 +411,7 @@ def quantised_product(
     *,
     outliers: Outliers | None = None,
     rotate: str | None = None,
-    backend: str | None = None,
+    smooth: Array | None = None,
     **options: Any,
 ) -> Array:
     """Quantise x and multiply it by the codes of a weight, as a layer does.
@@ -395,25 +424,25 @@ def quantised_product(
         As for `Int8Linear`.
     out_dtype : {"float16", "bfloat16", "float32"}
     outliers : Outliers, optional
-    rotate : str, optional
+    rotate, smooth
         As for `Int8Linear`.
-    backend : str, optional
     **options
-        The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, out.
+        The other arguments of `int8_gemm`: bias, activation, residual, gate, arch, backend, out.
 
     Returns
     -------
     array, (..., out), out_dtype
     """
-    kept = None
-    x, pass_rotates = arranged(x, rotate), None if rotate is None else "hadamard"
+    kept, backend = None, options.pop("backend", None)
+    x, before = arranged(x, rotate), steps_before(rotate, smooth is not None)
+    if smooth is not None:
+        smooth = arranged(smooth[None], rotate)[0]
     if outliers is None and choose(backend, is_cupy(x)) == "interpret":  # as models launch them
         activations, arch = (options.pop("activation", None) or "",), options.pop("arch", None)
-        before = rotation_before(pass_rotates)
         settings = LayersSettings(out_dtype, activations, arch, backend, before)
-        return interpret_layer(x, codes, scales, settings, **options)
-    if rotate is not None:
-        codes_x, scales_x = norm_quant(x, rotate=pass_rotates, backend=backend)
+        return interpret_layer(x, codes, scales, settings, weight=smooth, **options)
+    if before is not None:
+        codes_x, scales_x = norm_quant(x, weight=smooth, rotate=before.rotate, backend=backend)
     elif outliers is None:
         strategy = strategy_of_weight(codes.shape, scales.shape)
         codes_x, scales_x = act_quant(x, strategy=strategy, backend=backend)
@@ -451,6 +480,7 @@ class LayerArrays(NamedTuple):
     scales: Any
     bias: Any
     outlier_weight: Any
+    smooth: Any = None
 
 
 class LayerSettings(NamedTuple):
@@ -473,10 +503,14 @@ def check_bias(bias: Any, codes: Any) -> None:
 
 
 def strategy_of_layer(
-    shape: tuple[int, ...], scales_shape: tuple[int, ...], rotate: str | None
+    shape: tuple[int, ...],
+    scales_shape: tuple[int, ...],
+    rotate: str | None,
+    smooth: Array | None = None,
 ) -> str:
-    """Return the strategy of a layer. A single block counts as a channel if it may be rotated."""
-    by_row = rotate is not None and tuple(scales_shape) == (shape[0], 1)
+    """Return the strategy of a layer. A single block is a channel if it is rotated or smoothed."""
+    by_channel = rotate is not None or smooth is not None
+    by_row = by_channel and tuple(scales_shape) == (shape[0], 1)
     return "channel" if by_row else strategy_of_weight(shape, scales_shape)
 
 
@@ -488,7 +522,7 @@ def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.
     TypeError, ValueError, UnsupportedError
         As for `Int8Linear`.
     """
-    codes, scales, bias, outlier_weight = arrays
+    codes, scales, bias, outlier_weight, smooth = arrays
     activation, outlier_columns, block_size, arch, backend, rotate = settings
     if block_size != BLOCK_SIZE:
         raise UnsupportedError(
@@ -497,10 +531,12 @@ def check_layer(arrays: LayerArrays, settings: LayerSettings) -> npt.NDArray[np.
         )
     if codes.ndim != 2:
         raise TypeError(f"codes of a layer must have two axes, got {tuple(codes.shape)}")
-    strategy = strategy_of_layer(codes.shape, scales.shape, rotate)
+    strategy = strategy_of_layer(codes.shape, scales.shape, rotate, smooth)
     check_codes(codes, scales, BLOCK_SIZE, strategy)
     check_activation(activation or "", codes.shape[0])
     check_rotation(rotate, codes.shape[1], strategy)
+    if smooth is not None:
+        check_smooth(smooth, codes.shape[1], strategy)
     check_arch(arch)
     check_backend(backend)
     check_bias(bias, codes)

@@ -12,7 +12,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES, without_defaults
 from cupyattn.kernels.limits import HOPPER_BLOCKS, MAX_LENGTH
-from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, held_of, lanes_of
+from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, Team, team_of
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import Launches
 from cupyattn.plans.records import Launch
@@ -21,11 +21,18 @@ from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
 from cupyattn.quant.rotation import group_of
 from cupyattn.quant.row_steps import NORMS, RowSteps
 
-#: Threads of a block with short rows, and the most rows of a team, one after the other. The vectors
-#: over the channels are prepared once for all rows of a team.
-_THREADS, _STEPS = 128, 16
-#: Warps of a multiprocessor: registers for more are not needed, and rotated rows need more each.
-_WARPS, _WARPS_ROTATED = 24, 20
+#: Threads of a block with short rows, the same if they are rotated, and the most rows of a team,
+#: one after the other. The vectors over the channels are prepared once for all rows of a team.
+_THREADS, _THREADS_ROTATED, _STEPS = 128, 64, 16
+#: Warps of a multiprocessor: registers for more are not needed.
+_WARPS = 24
+#: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
+#: more. The pass would wait for numbers of the next row that have no register.
+_OTHER_REGISTERS = 26, 56
+#: Fewest rows for which their factors are kept. Fewer rows read theirs from memory.
+_LEAST_KEPT = 4
+#: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
+_SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4
 
 
 @dataclass(frozen=True)
@@ -154,17 +161,24 @@ def plan_norm_quant(
             f"{rows} rows of {channels} channels exceed {MAX_LENGTH} rows or {MOST_CHANNELS} "
             "channels: split the rows, or use backend='mirror'"
         )
-    lanes = lanes_of(channels)
-    teams = max(1, _THREADS // lanes)
-    tiles = GemmTiles(teams, held_of(channels), teams * lanes // 32, num_stages=1)
-    resident = max(1, (_WARPS_ROTATED if rotate else _WARPS) // tiles.num_warps)
+    groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
+    team = team_of(channels, rotate, normed=how.norm is not None)
+    teams, factors = max(1, _THREADS // team.lanes), "team"
+    resident = max(1, _WARPS // (teams * team.lanes // 32))
+    if rotate:
+        halves = 2 if how.activation in GLU else 1
+        resident, teams, factors = _rotated_blocks(
+            team, halves * x.itemsize, rows // groups if any(types) else 0
+        )
+    tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
     blocks = -(-rows // teams)
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
         steps = -(-each // -(-each // _STEPS))
-    own = {"CFG_BLOCKS_PER_SM": resident}
+    own = {
+        "CFG_BLOCKS_PER_SM": resident, "CFG_FACTORS": ("team", "block", "row").index(factors),
+    }  # fmt: skip
     spec = ModuleSpec.of("linear/norm_quant.cu", tiles.defines(), features.defines(), own)
-    groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",
         **{name: None if one is None else name for name, one in at.items()},
@@ -176,6 +190,41 @@ def plan_norm_quant(
     grid = -(-blocks // steps)
     launch = Launch(spec, "norm_quant", grid, tiles.num_threads, True, structs)
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)
+
+
+def _rotated_blocks(team: Team, itemsize: int, group_rows: int) -> tuple[int, int, str]:
+    """Return blocks of a multiprocessor, teams of a block, and which rows share factors.
+
+    The last is ``FactorsOf`` of the kernel.
+
+    Parameters
+    ----------
+    team : Team
+    itemsize : int
+        Bytes of a row of x for each channel.
+    group_rows : int
+        Rows that have the same factors; 0: there are none.
+    """
+    own, few = team.runs * RUN, max(1, _THREADS_ROTATED // team.lanes)
+    registers = own + own * itemsize // 4 + _OTHER_REGISTERS[own > 32]
+    warps = min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
+    ways = [(few, "team")]
+    if 0 < group_rows < _LEAST_KEPT:
+        ways = [(few, "row")]
+    elif group_rows:
+        ways = [(max(1, 32 // team.lanes), "team")]
+        together = max(few, 2)
+        ways += [(together, "block")] * (group_rows % together == 0)
+    found = []
+    for teams, factors in ways:
+        threads = teams * team.lanes
+        numbers = 32 * threads  # that change lanes
+        if group_rows and (factors == "block" or (factors == "team" and threads <= 256)):
+            numbers += 2 * team.held * (teams if factors == "team" else 1)
+        blocks = min(warps // (threads // 32), _SHARED // (4 * numbers + _BLOCK_BYTES))
+        found.append((blocks * teams, -teams, max(1, blocks), factors))
+    _, negative, blocks, factors = max(found)
+    return blocks, -negative, factors
 
 
 def _by_eight(vector: Operand | None) -> bool:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cupyattn.quant.config import QuantConfig
     from cupyattn.quant.quantized import QuantizedQKV
     from cupyattn.quant.rotation import rotated
+    from cupyattn.quant.smoothing import smoothing_factors
     from cupyattn.reference.gemm import gemm_exact, gemm_mirror
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "quantize",
     "quantize_kv",
     "rotated",
+    "smoothing_factors",
     "weight_dequant",
     "weight_error",
     "weight_quant",
@@ -60,6 +62,7 @@ __getattr__, __dir__ = lazy_face(
         "quant.blocks": ("Int8Config",),
         "quant.config": ("QuantConfig",),
         "quant.rotation": ("rotated",),
+        "quant.smoothing": ("smoothing_factors",),
         "reference.gemm": ("gemm_exact", "gemm_mirror"),
     },
 )  # fmt: skip

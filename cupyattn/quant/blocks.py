@@ -71,6 +71,12 @@ class Int8Config:
         activations (`cupyattn.Int8Linear`). "auto" rotates where given activations require it,
         None rotates nothing, and "hadamard" rotates all layers whose number of channels is a
         multiple of 64.
+    smooth : {False, "auto", True}
+        Factors that move the range of outlier channels from given activations into the weight
+        (SmoothQuant, `cupyattn.quant.smoothing_factors`), before it is rotated. False has none,
+        "auto" has them in layers that would get blocks otherwise, and True in all layers with
+        activations. Only layers of torch that are replaced in memory have factors: files have no
+        place for them.
 
     Raises
     ------
@@ -94,6 +100,7 @@ class Int8Config:
     min_sqnr_db: float = 20.0
     strategy: str = AUTO
     rotate: str | None = AUTO
+    smooth: str | bool = False
 
     def __post_init__(self) -> None:
         if self.strategy != AUTO:
@@ -105,6 +112,13 @@ class Int8Config:
             )
         if self.rotate not in (AUTO, None):
             check_by_row(str(self.rotate), self.strategy)
+        if self.smooth != AUTO and not isinstance(self.smooth, bool):
+            raise ValueError(f"smooth must be False, {AUTO!r} or True, got {self.smooth!r:.40}")
+        if self.smooth is True and self.strategy == "block":
+            raise UnsupportedError(
+                "smooth=True goes with strategy='channel' or 'auto', got strategy='block': blocks "
+                "hold outliers apart"
+            )
         check_block_size(self.block_size)
         if self.block_size != BLOCK_SIZE:
             raise UnsupportedError(

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.arrays.kinds import Array, as_float64
-from cupyattn.kernels.row_teams import RUN, held_of, lanes_of
+from cupyattn.kernels.row_teams import by_lane
 from cupyattn.quant.activation import GLU, gate_and_other
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.rotation import group_of, rotated, turned, unit_of
@@ -99,13 +99,15 @@ def norm_quant_mirror(
     the activation. N4 is `cupyattn.quant.rotation.turned`, and scales are multiplied by
     ``1 / √group``. R1 is `cupyattn.reference.act_quant.quantize_rows`.
 
-    ``Σ`` adds stretches of 8 numbers for every lane of a team in their order; squares are fused.
-    Then it adds neighbours of the result, and neighbours of the sums, with zeros past the row.
+    ``Σ`` adds the runs of a lane in their order, number by number; squares are fused. Then it adds
+    neighbours of the result, over all lanes, and neighbours of the sums, with zeros past the row.
+    `cupyattn.kernels.row_teams.by_lane` tells which lane has which channels.
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         y = x.astype(np.float32)
+        group = 0 if steps.rotate is None else group_of(y.shape[-1])
         if steps.norm is not None:
-            y = _normalised(y, steps.norm, np.float32(steps.eps))
+            y = _normalised(y, steps.norm, np.float32(steps.eps), group)
         if vectors.any:
             y = fma32(y, *_affine(vectors.by_row(len(y))))
         if steps.activation in GLU:
@@ -120,24 +122,26 @@ def norm_quant_mirror(
         return codes, scales * unit_of(group)
 
 
-def _normalised(x: Float32, norm: str, eps: np.float32) -> Float32:
+def _normalised(x: Float32, norm: str, eps: np.float32, group: int) -> Float32:
     per_channel = np.float32(1) / np.float32(x.shape[-1])
     if norm == "layer":
-        x = x - _row_sum(x) * per_channel
-    mean = _row_sum(x, squares=True) * per_channel
+        x = x - _row_sum(by_lane(x, group)) * per_channel
+    mean = _row_sum(by_lane(x, group), squares=True) * per_channel
     factor = np.float32(1) / np.sqrt(mean + eps)
     return x * np.where(mean < np.inf, factor, np.float32(np.nan))
 
 
 def _row_sum(x: Float32, *, squares: bool = False) -> Float32:
-    """Return the sum of each row, or of its squares, (rows, 1), in the kernel's order."""
-    rows, channels = x.shape
-    every = lanes_of(channels) * RUN
-    padded = np.zeros((rows, held_of(channels)), np.float32)
-    padded[:, :channels] = x
-    sums = np.zeros((rows, every), np.float32)
-    for stretch in np.split(padded, padded.shape[1] // every, axis=1):
-        sums = fma32(stretch, stretch, sums) if squares else sums + stretch
+    """Return the sum of each row, or of its squares, (rows, 1), in the kernel's order.
+
+    x has the shape (rows, runs, lanes, RUN).
+    """
+    rows, runs, lanes, run = x.shape
+    every = lanes * run
+    sums = np.zeros((rows, 1 << (every - 1).bit_length()), np.float32)
+    own = sums[:, :every]
+    for part in x.reshape(rows, runs, every).swapaxes(0, 1):
+        own[:] = fma32(part, part, own) if squares else own + part
     while sums.shape[1] > 1:
         sums = sums[:, 0::2] + sums[:, 1::2]
     return sums

@@ -143,6 +143,9 @@ def section() -> Iterator[str]:
         "A bias of 16 bits whose rows begin at no multiple of 16 bytes runs in the Hopper form. "
         "It is copied first, which moves 4 bytes a number in each call. To save the copy, "
         "allocate len_kv rounded up to 8 and give the slice `[..., :len_kv]`.", "",
+        "A bias in float32 has tiles of twice the size. With head_dim 64 two of them would take "
+        "192 KiB, beside 88 KiB of Q, K and V: shared memory has 227 KiB. A copy in 16 bits would "
+        "round it. So the call keeps its numbers, and runs in the portable form.", "",
     )  # fmt: skip
     rows = [
         [call.condition, f"`{call.variant}`", reason(outcome(call)[1]), call.remedy]

@@ -2,13 +2,14 @@
 //               a model does between two products, in one pass.
 //
 // Idea         Memory decides, so a row is read once and stays in registers until its codes are
-//              written. A team of warps shares a row; a lane has CHUNKS runs of eight neighbouring
+//              written. A team of lanes shares a row; a lane has CHUNKS runs of eight neighbouring
 //              channels. The factors of every channel are made once for several rows. The next row
 //              is on its way during the present one.
 // Differs from row_quant.cu, which takes numbers unchanged, and rows of any length.
 // Data flow    x -> mean, root mean square -> z -> y -> activation -> rotation -> largest
-//              magnitude -> codes. Rotation turns runs of eight in registers, then numbers
-//              of RADIX runs, which change lanes through shared memory once.
+//              magnitude -> codes. The lanes of a group that is rotated are in one warp, each
+//              with four of its runs. Butterflies of these 32 numbers come first; then the numbers
+//              change lanes through the warp's shared memory once, for those across lanes.
 // Kept simple  A row has 32,768 channels at most.
 // Rounding     N1 sums and their factors; N2 z, g, h and y; N3 activation; N4 each butterfly; R1
 //              scale and code. But for N3, each operation is rounded once, and named.
@@ -18,6 +19,7 @@
 #include "prims/codes/gemm.cuh"
 #include "prims/codes/quant.cuh"
 #include "prims/instructions/griddepcontrol.cuh"
+#include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/warp.cuh"
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
@@ -38,42 +40,60 @@ struct NormQuantParams {
   float eps;           // added to the mean square
 };
 
-constexpr int RUN = 8;                           // neighbouring channels of a lane
-constexpr int TEAM_WARPS = NUM_WARPS / BLOCK_M;  // that share a row
-constexpr int LANES = TEAM_WARPS * WARP_SIZE;    // the same
-constexpr int CHUNKS = BLOCK_N / (LANES * RUN);  // runs of a lane
+constexpr int RUN = 8;                                       // neighbouring channels of a lane
+constexpr int LANES = NUM_THREADS / BLOCK_M;                 // that share a row, a team
+constexpr int PART = LANES < WARP_SIZE ? LANES : WARP_SIZE;  // of them in one warp
+constexpr int TEAM_WARPS = ceil_div(LANES, PART);            // of a team
+constexpr int CHUNKS = BLOCK_N / (LANES * RUN);              // runs of a lane
 constexpr int RUN_ACCESSES = RUN / VEC;
 constexpr float PER_CHANNEL = 1.0f / CHANNELS;
 
 static_assert(
-    TEAM_WARPS >= 1 && TEAM_WARPS * BLOCK_M == NUM_WARPS,
-    "NUM_WARPS must be a multiple of BLOCK_M: as many warps for every row");
+    LANES * BLOCK_M == NUM_THREADS && TEAM_WARPS * PART == LANES && WARP_SIZE % PART == 0,
+    "the lanes of a row must be whole warps, or a power of two in a warp");
 static_assert(
     CHUNKS >= 1 && CHUNKS * LANES * RUN == BLOCK_N && BLOCK_N >= CHANNELS,
     "BLOCK_N must be a multiple of 8 channels for every lane of a row, and hold the row");
 static_assert(
     ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0), "ROTATE must divide CHANNELS");
-static_assert(CHUNKS * RUN <= 32, "BLOCK_N must be at most 32 channels for every lane of a row");
+static_assert(
+    CHUNKS * RUN <= (ROTATE == 0 ? 32 : 96),
+    "BLOCK_N must be at most 32 channels for every lane of a row, or 96 of a rotated row");
 static_assert(ROTATE == 0 || BY_ROW, "a rotated row has one scale");
 
-// Rotation: word w of a row, of SPAN, meets the words that are a multiple of SPAN past it.
+// Rotation: run q of a row, of GROUPS, is turned with the runs that are a multiple of GROUPS past
+// it. ACROSS lanes of a warp have them, TURNED neighbours in this order each. A lane has runs of as
+// many groups as SETS.
 constexpr bool ROTATED = ROTATE != 0;
-constexpr int RADIX = ROTATED ? ROTATE / RUN : RUN;
-constexpr int SPAN = CHANNELS / RADIX;
-constexpr int TASKS = ceil_div(SPAN, LANES);  // words of a lane
+constexpr int GROUPS = ROTATED ? CHANNELS / ROTATE : 1;
+constexpr int TURNED = 4;
+constexpr int SETS = ROTATED ? CHUNKS / TURNED : 1;
+constexpr int SPAN = GROUPS * RUN;        // channels between runs of a group
+constexpr int LANE_SPAN = TURNED * SPAN;  // and between lanes of a group
+constexpr int ACROSS = ROTATED ? CHANNELS / LANE_SPAN : 1;
+constexpr int PART_GROUPS = PART / ACROSS;         // groups of a warp
+constexpr int PART_SPAN = PART_GROUPS * RUN;       // channels of these side by side
+constexpr int WIDE = 4;                            // numbers of an access to shared memory
+constexpr int TASKS = ROTATED ? RUN / ACROSS : 1;  // WIDE words of a lane, of ACROSS lanes each
+static_assert(
+    ROTATE == 0 ||
+        (SETS * TURNED == CHUNKS && ACROSS * LANE_SPAN == CHANNELS && PART_GROUPS * ACROSS == PART),
+    "a lane must have 32 numbers of a group that is rotated, the lanes of one warp all of it");
 
 constexpr bool AFFINE = WEIGHTED || MODULATED;
-// g and h take the signs of a rotation if no activation lies between.
-constexpr bool SIGNS_IN_AFFINE = ROTATED && AFFINE && ACTIVATION == Activation::NONE;
 // g and h are in shared memory, if it has room for them, and leave registers to more blocks.
-constexpr bool AFFINE_IN_SHARED = AFFINE && NUM_THREADS <= 256;
-constexpr int WIDE = 4;                    // numbers of an access to shared memory
-constexpr int RUN_PARTS = 2 * RUN / WIDE;  // accesses to g and h of a run
+constexpr bool EACH_ROW = AFFINE && FACTORS_OF == FactorsOf::ROW;
+constexpr bool TEAMS_SHARE = AFFINE && FACTORS_OF == FactorsOf::BLOCK && BLOCK_M > 1;
+constexpr bool AFFINE_IN_SHARED = AFFINE && !EACH_ROW && (TEAMS_SHARE || NUM_THREADS <= 256);
+constexpr int AFFINE_THREADS = TEAMS_SHARE ? LANES : NUM_THREADS;  // that have their own
+constexpr int RUN_PARTS = 2 * RUN / WIDE;                          // accesses to g and h of a run
 
 struct SharedStorage {
   alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
-                          [AFFINE_IN_SHARED ? NUM_THREADS : 1][WIDE];
-  alignas(16) float row[ROTATED ? BLOCK_M : 1][ROTATED ? CHANNELS : 1];
+                          [AFFINE_IN_SHARED ? AFFINE_THREADS : 1][WIDE];
+  // Of the lanes of a team in one warp: numbers that change lanes.
+  alignas(
+      16) float part[ROTATED ? BLOCK_M * TEAM_WARPS : 1][ROTATED ? ACROSS * TURNED * PART_SPAN : 1];
   // Results of the warps for three reductions. Even and odd rows have separate places, so that a
   // warp that is ahead overwrites nothing that another has yet to read.
   uint32_t of_warp[2][3][NUM_WARPS];
@@ -83,32 +103,45 @@ extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 using Run = float[RUN];
 using RunPart = Vec<float, WIDE>;
 
-// First channel of run a of a thread.
+// Channels from the first run of a lane to run a.
+__device__ __forceinline__ constexpr int run_offset(int a) {
+  return ROTATED ? a / TURNED * PART_SPAN + a % TURNED * SPAN : a * LANES * RUN;
+}
+// First channel of run a of a thread; at least CHANNELS if it has none.
 __device__ __forceinline__ int channel_of(int a, int thread = thread_id()) {
-  return (a * LANES + thread % LANES) * RUN;
+  const int lane = thread % LANES;
+  if constexpr (!ROTATED) return lane * RUN + run_offset(a);
+  const int group = lane / PART * (SETS * PART_GROUPS) + lane % PART_GROUPS;
+  if (BLOCK_N != CHANNELS && group + a / TURNED * PART_GROUPS >= GROUPS) return CHANNELS;
+  return lane % PART / PART_GROUPS * LANE_SPAN + group * RUN + run_offset(a);
 }
 // Whether a channel is one of the row.
 __device__ __forceinline__ bool is_channel(int channel) {
   return BLOCK_N == CHANNELS || channel < CHANNELS;
 }
+// Whether channel j of run a of this thread is one. Most rows consist of whole runs, and a lane of a
+// rotated row has all runs of a group or none.
+__device__ __forceinline__ bool has_channel(int a, int j = 0) {
+  return is_channel(channel_of(ROTATED ? a / TURNED * TURNED : a) + (CHANNELS % RUN == 0 ? 0 : j));
+}
 
-// Synchronises all warps of a team.
+// Synchronises the warps of a team.
 __device__ __forceinline__ void team_sync() {
-  if constexpr (TEAM_WARPS == 1) {
-    __syncwarp();
-  } else {
+  if constexpr (BLOCK_M == 1) {
     __syncthreads();  // what every warp wrote to shared memory is visible
+  } else {
+    named_barrier_sync(1 + thread_id() / LANES, LANES);  // the same, to this team
   }
 }
 
 // Neighbours among the lanes of a team added, then neighbours of the sums; every lane gets the sum.
 __device__ __forceinline__ float team_sum(float x, uint32_t (&of_warp)[NUM_WARPS]) {
-  x = shfl_sum_of_neighbours<WARP_SIZE>(x);
+  x = shfl_sum_of_neighbours<PART>(x);
   if constexpr (TEAM_WARPS > 1) {
     if (lane_id() == 0) of_warp[warp_id()] = __float_as_uint(x);
-    __syncthreads();  // the sums of all warps are visible
+    team_sync();  // the sums of all warps are visible
     const int first = warp_id() / TEAM_WARPS * TEAM_WARPS;
-    float sums[TEAM_WARPS];
+    float sums[power_of_two_from(TEAM_WARPS)] = {};
 #pragma unroll
     for (int i = 0; i < TEAM_WARPS; ++i) sums[i] = __uint_as_float(of_warp[first + i]);
     x = sum_of_neighbours(sums);
@@ -116,10 +149,10 @@ __device__ __forceinline__ float team_sum(float x, uint32_t (&of_warp)[NUM_WARPS
   return x;
 }
 __device__ __forceinline__ uint32_t team_max(uint32_t x, uint32_t (&of_warp)[NUM_WARPS]) {
-  x = shfl_max<WARP_SIZE>(x);
+  x = shfl_max<PART>(x);
   if constexpr (TEAM_WARPS > 1) {
     if (lane_id() == 0) of_warp[warp_id()] = x;
-    __syncthreads();  // the maxima of all warps are visible
+    team_sync();  // the maxima of all warps are visible
     const int first = warp_id() / TEAM_WARPS * TEAM_WARPS;
 #pragma unroll
     for (int i = 0; i < TEAM_WARPS; ++i) x = max(x, of_warp[first + i]);
@@ -141,9 +174,9 @@ struct Loaded {
       for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
         for (int i = 0; i < RUN_ACCESSES; ++i) {
-          const int past = a * LANES * RUN + i * VEC;  // channels past the first of this lane
+          const int past = run_offset(a) + i * VEC;  // channels past the first of this lane
           if (BLOCK_N != CHANNELS) of[half][a][i] = {};
-          if (is_channel(channel_of(0) + past))
+          if (has_channel(a, i * VEC))
             of[half][a][i] =
                 *reinterpret_cast<const Words<elem_t, VEC>*>(X + half * CHANNELS + past);
         }
@@ -170,92 +203,90 @@ __device__ __forceinline__ Vec<float, RUN> read_run(const T* x, int channel, flo
   return run;
 }
 
-// Minus signs of the channels of a run before it is rotated, as sign bits. Channel j has one if an
-// odd number of digits of its place in the group, in base 4, are 3. Without signs one channel of a
-// group would gather the mean of all. With these, a row of the matrix sums to at most the root of
-// its size, and of 128 to the root of twice that.
-struct Signs {
-  uint32_t half[2];  // of the first four channels but the last, and of the others likewise
-
-  __device__ __forceinline__ explicit Signs(int channel) {
-    const uint32_t run = channel / SPAN;  // of the group; its lowest bit shares a digit with j
-    const uint32_t rest = run >> 1;
-    half[0] = __popc(rest & rest >> 1 & 0x55555555) << 31;
-    half[1] = half[0] ^ run << 31;
-  }
-  __device__ __forceinline__ float apply(float x, int j) const {
-    const uint32_t third = j % 4 == 3 ? 0x80000000u : 0;
-    return __uint_as_float(__float_as_uint(x) ^ half[j / 4] ^ third);
-  }
-};
-
 // N2: y = g z + h, with g = weight (1 + scale) and h = bias (1 + scale) + shift.
-struct Affine {
-  Run g[AFFINE_IN_SHARED ? 1 : CHUNKS], h[AFFINE_IN_SHARED ? 1 : CHUNKS];
-  int end = 0;  // the first row that they are not of
+struct Factors {
+  Run g, h;
 
-  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int row) {
-    row = min(row, p.rows - 1);
-    if (row < end) return;
-    const int64_t group = MODULATED ? row / p.group_rows : 0;
-    end = MODULATED ? int(group + 1) * p.group_rows : p.rows;
+  // Of a run of channels, and a group of rows.
+  __device__ __forceinline__ void load(const NormQuantParams& p, int64_t group, int channel) {
     const auto *weight = static_cast<const weight_t*>(p.weight),
                *bias = static_cast<const weight_t*>(p.bias);
     const auto *scale = static_cast<const modulation_t*>(p.scale),
                *shift = static_cast<const modulation_t*>(p.shift);
-    const int thread = thread_id_anew();  // this is rare, and shall keep no registers
     if (scale != nullptr) scale += group * p.scale_stride;
     if (shift != nullptr) shift += group * p.shift_stride;
+    const auto w = read_run(WEIGHTED ? weight : nullptr, channel, 1.0f);
+    const auto b = read_run(WEIGHTED ? bias : nullptr, channel, 0.0f);
+    const auto s = read_run(MODULATED ? scale : nullptr, channel, 0.0f);
+    const auto t = read_run(MODULATED ? shift : nullptr, channel, 0.0f);
 #pragma unroll
-    for (int a = 0; a < CHUNKS; ++a) {
-      const int channel = channel_of(a, thread), own = AFFINE_IN_SHARED ? 0 : a;
-      const auto w = read_run(WEIGHTED ? weight : nullptr, channel, 1.0f);
-      const auto b = read_run(WEIGHTED ? bias : nullptr, channel, 0.0f);
-      const auto s = read_run(MODULATED ? scale : nullptr, channel, 0.0f);
-      const auto t = read_run(MODULATED ? shift : nullptr, channel, 0.0f);
-#pragma unroll
-      for (int j = 0; j < RUN; ++j) {
-        const float factor = __fadd_rn(1.0f, s.v[j]);
-        g[own][j] = __fmul_rn(w.v[j], factor);
-        h[own][j] = __fmaf_rn(b.v[j], factor, t.v[j]);
-        if constexpr (SIGNS_IN_AFFINE) {
-          const Signs signs(channel);
-          g[own][j] = signs.apply(g[own][j], j), h[own][j] = signs.apply(h[own][j], j);
-        }
-      }
-      if constexpr (AFFINE_IN_SHARED)
-#pragma unroll
-        for (int i = 0; i < RUN_PARTS; ++i) {
-          const float* from =  // [WIDE]
-              i * WIDE < RUN ? g[0] + i * WIDE : h[0] + (i * WIDE - RUN);
-          *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread]) = {
-              from[0], from[1], from[2], from[3]};
-        }
+    for (int j = 0; j < RUN; ++j) {
+      const float factor = __fadd_rn(1.0f, s.v[j]);
+      g[j] = __fmul_rn(w.v[j], factor);
+      h[j] = __fmaf_rn(b.v[j], factor, t.v[j]);
     }
   }
-  // A thread reads its own numbers alone, hence no barrier.
-  __device__ __forceinline__ void apply(const SharedStorage& smem, Run (&x)[CHUNKS]) const {
+  __device__ __forceinline__ void apply(Run& x) const {
 #pragma unroll
-    for (int a = 0; a < CHUNKS; ++a)
+    for (int j = 0; j < RUN; ++j) x[j] = __fmaf_rn(x[j], g[j], h[j]);
+  }
+};
+
+// Factors of all runs of a lane, in shared memory or in registers, for as many rows as they are of.
+struct Affine {
+  Factors of[AFFINE_IN_SHARED || EACH_ROW ? 1 : CHUNKS];
+  int end = 0;  // the first row that they are not of
+
+  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int row) {
+    row = min(row, p.rows - 1);
+    if (EACH_ROW || row < end) return;  // the same for all teams that share
+    const int64_t group = MODULATED ? row / p.group_rows : 0;
+    end = MODULATED ? int(group + 1) * p.group_rows : p.rows;
+    const int thread = thread_id_anew();  // this is rare, and shall keep no registers
+    if constexpr (TEAMS_SHARE) {
+      __syncthreads();  // no team reads the factors of the group before
+#pragma unroll 1
+      for (int a = thread / LANES; a < CHUNKS; a += BLOCK_M) keep(p, smem, group, a, thread);
+      __syncthreads();  // the factors of all teams are visible
+    } else {
 #pragma unroll
-      for (int i = 0; i < RUN / WIDE; ++i) {
-        RunPart factor, offset;
-        if constexpr (AFFINE_IN_SHARED) {
-          const auto& parts = smem.affine;
-          factor = *reinterpret_cast<const RunPart*>(parts[a * RUN_PARTS + i][thread_id()]);
-          offset =
-              *reinterpret_cast<const RunPart*>(parts[a * RUN_PARTS + RUN / WIDE + i][thread_id()]);
-        } else {
+      for (int a = 0; a < CHUNKS; ++a) keep(p, smem, group, a, thread);
+    }
+  }
+  __device__ __forceinline__ void keep(
+      const NormQuantParams& p, SharedStorage& smem, int64_t group, int a, int thread) {
+    Factors& own = of[AFFINE_IN_SHARED ? 0 : a];
+    own.load(p, group, channel_of(a, thread));
+    if constexpr (AFFINE_IN_SHARED)
 #pragma unroll
-          for (int j = 0; j < WIDE; ++j)
-            factor.v[j] = g[a][i * WIDE + j], offset.v[j] = h[a][i * WIDE + j];
-        }
-#pragma unroll
-        for (int j = 0; j < WIDE; ++j) {
-          float& number = x[a][i * WIDE + j];
-          number = __fmaf_rn(number, factor.v[j], offset.v[j]);
-        }
+      for (int i = 0; i < RUN_PARTS; ++i) {
+        const float* from = i * WIDE < RUN ? own.g + i * WIDE : own.h + (i * WIDE - RUN);  // [WIDE]
+        *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread % AFFINE_THREADS]) = {
+            from[0], from[1], from[2], from[3]};
       }
+  }
+  // Unless teams share, a thread reads its own numbers alone, hence no barrier.
+  __device__ __forceinline__ void apply(
+      const NormQuantParams& p, const SharedStorage& smem, int row, Run (&x)[CHUNKS]) const {
+#pragma unroll
+    for (int a = 0; a < CHUNKS; ++a) {
+      Factors factors;
+      if constexpr (EACH_ROW) {
+        factors.load(p, min(row, p.rows - 1) / p.group_rows, channel_of(a));
+      } else if constexpr (AFFINE_IN_SHARED) {
+#pragma unroll
+        for (int i = 0; i < RUN_PARTS; ++i) {
+          const auto part = *reinterpret_cast<const RunPart*>(
+              smem.affine[a * RUN_PARTS + i][thread_id() % AFFINE_THREADS]);
+          float* to = i * WIDE < RUN ? factors.g + i * WIDE : factors.h + (i * WIDE - RUN);
+#pragma unroll
+          for (int j = 0; j < WIDE; ++j) to[j] = part.v[j];
+        }
+      } else {
+        factors = of[a];
+      }
+      factors.apply(x[a]);
+    }
   }
 };
 
@@ -270,8 +301,7 @@ __device__ __forceinline__ void centre(Run (&x)[CHUNKS], uint32_t (&of_warp)[NUM
 #pragma unroll
   for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
-    for (int j = 0; j < RUN; ++j)
-      x[a][j] = is_channel(channel_of(a) + j) ? __fsub_rn(x[a][j], mean) : 0.0f;
+    for (int j = 0; j < RUN; ++j) x[a][j] = __fsub_rn(x[a][j], has_channel(a, j) ? mean : 0.0f);
 }
 
 // N1, N2: divides the row by its root mean square.
@@ -290,43 +320,63 @@ __device__ __forceinline__ void normalise(
     for (int j = 0; j < RUN; ++j) x[a][j] = __fmul_rn(x[a][j], factor);
 }
 
-// N4: a butterfly of two numbers.
-__device__ __forceinline__ void butterfly(float& x, float& y) {
-  const float sum = __fadd_rn(x, y);
-  y = __fsub_rn(x, y);
+// N4: the sum of two numbers, and their difference; of the second number with a minus sign if so
+// said. Each is rounded once.
+__device__ __forceinline__ void butterfly(float& x, float& y, bool minus = false) {
+  const float sum = __fadd_rn(x, y), difference = __fsub_rn(x, y);
+  x = minus ? difference : sum;
+  y = minus ? sum : difference;
+}
+// The same with a factor of y that is 1 or -1: the product is exact.
+__device__ __forceinline__ void butterfly(float& x, float& y, float sign) {
+  const float sum = __fmaf_rn(sign, y, x);
+  y = __fmaf_rn(-sign, y, x);
   x = sum;
 }
-// N4: butterflies of numbers whose places differ in one bit, bit after bit up to BITS.
-template <int N, int BITS>
-__device__ __forceinline__ void butterflies(float (&x)[N]) {
-#pragma unroll
-  for (int bit = 1; bit < BITS; bit *= 2)
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (!(i & bit)) butterfly(x[i], x[i + bit]);
-}
 
-// N4: rotates the runs of a lane, and stores them for other lanes.
-// NOTE: a half of a run is stored at a time. Lanes that would meet in a bank begin with the other
-// half. A sum fused with a factor of -1 is a difference, with the same rounding.
-__device__ __forceinline__ void turn_runs(Run (&x)[CHUNKS], float (&row)[SPAN * RADIX]) {
-  constexpr int HALF = RUN / 2;
-  const bool upper_first = lane_id() & HALF;
-  const float sign = upper_first ? -1.0f : 1.0f;
+// N4: channels get their signs, then butterflies of numbers whose places in the group differ in one
+// bit, from the lowest bit on. A channel has a minus sign if an odd number of digits of its place,
+// in base 4, are 3. Without signs one channel of a group would gather the mean of all. With these,
+// a row of the matrix sums to at most the root of its size, and of 128 to the root of twice that.
+// NOTE: no sign costs an instruction. The sign of a digit is applied in the butterflies of its
+// lower bit, since those before combine numbers that share it.
+
+// The bits of a lane's own numbers: three of a place in a run, two of a run. A half of a run is
+// stored at a time. Lanes that would meet in a bank begin with the other half.
+__device__ __forceinline__ void turn_own(Run* x /*[TURNED]*/, float* part /*[TURNED, PART_SPAN]*/) {
+  const int first = lane_id() & WIDE;  // of the half
+  const float order = first ? -1.0f : 1.0f;
 #pragma unroll
-  for (int a = 0; a < CHUNKS; ++a) {
-    butterflies<RUN, HALF>(x[a]);
-    Vec<float, HALF> first, second;
+  for (int a = 0; a < TURNED; ++a) {
 #pragma unroll
-    for (int j = 0; j < HALF; ++j) {
-      first.v[j] = __fmaf_rn(sign, x[a][j + HALF], x[a][j]);
-      second.v[j] = __fmaf_rn(-sign, x[a][j + HALF], x[a][j]);
-    }
-    const int channel = channel_of(a);
-    if (!is_channel(channel)) continue;
-    *reinterpret_cast<Vec<float, HALF>*>(row + channel + (upper_first ? HALF : 0)) = first;
-    *reinterpret_cast<Vec<float, HALF>*>(row + channel + (upper_first ? 0 : HALF)) = second;
+    for (int j = 0; j < RUN; j += 2) butterfly(x[a][j], x[a][j + 1], j % 4 == 2);
+#pragma unroll
+    for (int j = 0; j < RUN; ++j)
+      if (!(j & 2)) butterfly(x[a][j], x[a][j + 2]);
+#pragma unroll
+    for (int j = 0; j < WIDE; ++j) butterfly(x[a][j], x[a][j + WIDE], a & 1 ? -order : order);
   }
+  // The lowest bit of a lane is in one digit with the upper bit of a run.
+  const float sign = lane_id() / PART_GROUPS & 1 ? -1.0f : 1.0f;
+#pragma unroll
+  for (int j = 0; j < RUN; ++j) {
+    butterfly(x[0][j], x[1][j]), butterfly(x[2][j], x[3][j]);
+    butterfly(x[0][j], x[2][j], sign), butterfly(x[1][j], x[3][j], sign);
+  }
+#pragma unroll
+  for (int a = 0; a < TURNED; ++a)
+#pragma unroll
+    for (int i = 0; i < RUN; i += WIDE)
+      *reinterpret_cast<RunPart*>(part + a * PART_SPAN + (first ^ i)) = {
+          x[a][i], x[a][i + 1], x[a][i + 2], x[a][i + 3]};
+}
+// The bits of lanes; the upper two are a digit.
+__device__ __forceinline__ void turn_across(float (&y)[ACROSS * WIDE]) {
+#pragma unroll
+  for (int bit = WIDE; bit < ACROSS * WIDE; bit *= 2)
+#pragma unroll
+    for (int i = 0; i < ACROSS * WIDE; ++i)
+      if (!(i & bit)) butterfly(y[i], y[i + bit], bit == 2 * WIDE && i & 4 * WIDE);
 }
 
 // A lane's part of the largest magnitude. A NaN stays.
@@ -341,43 +391,51 @@ __device__ __forceinline__ uint32_t absmax_of(const float (&x)[N]) {
 // N4, R1: codes of a rotated row, with a scale for all of it.
 __device__ __forceinline__ void store_rotated(
     const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
-  const int thread = thread_id_anew(), lane = thread % LANES;
-  const int team = ROTATED ? thread / LANES : 0;
-  auto& words = reinterpret_cast<float (&)[SPAN * RADIX]>(smem.row[team]);
-  turn_runs(x, words);
-  team_sync();  // the runs of all lanes are visible
-  float y[TASKS][RADIX];
+  const int thread = thread_id_anew(), lane = thread % PART;
+  float* part = smem.part[ROTATED ? thread / PART : 0];  // [ACROSS, TURNED, PART_SPAN]
+  float y[SETS * TASKS][ACROSS * WIDE];
   uint32_t absmax = 0;
 #pragma unroll
-  for (int task = 0; task < TASKS; ++task) {
-    const int word = task * LANES + lane;
-    if (word - lane_id() >= SPAN) continue;           // this warp has no word of the row
-    const float* from = words + min(word, SPAN - 1);  // [RADIX, SPAN]
+  for (int set = 0; set < SETS; ++set) {
+    if (set > 0 || TEAM_WARPS == 1) __syncwarp();  // the numbers before are read
+    turn_own(
+        x + set * TURNED,
+        part + lane / PART_GROUPS * (TURNED * PART_SPAN) + lane % PART_GROUPS * RUN);
+    __syncwarp();  // the numbers of all lanes of a group are visible
 #pragma unroll
-    for (int i = 0; i < RADIX; ++i) y[task][i] = from[i * SPAN];
-    butterflies<RADIX, RADIX>(y[task]);
-    absmax = max(absmax, absmax_of(y[task]));
+    for (int task = 0; task < TASKS; ++task) {
+      auto& own = y[set * TASKS + task];
+#pragma unroll
+      for (int i = 0; i < ACROSS; ++i) {
+        const auto words = *reinterpret_cast<const RunPart*>(
+            part + i * (TURNED * PART_SPAN) + (task * PART + lane) * WIDE);
+#pragma unroll
+        for (int j = 0; j < WIDE; ++j) own[i * WIDE + j] = words.v[j];
+      }
+      turn_across(own);
+      absmax = max(absmax, absmax_of(own));
+    }
   }
   // Butterflies multiplied the sum of the squares by ROTATE. The scale corrects this.
   const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
   constexpr float UNIT = ROTATE == 64 ? 0.125f : ROTATE == 128 ? SQRT_HALF / 8 : 0.0625f;
-  if (lane == 0 && row < p.rows)  // a NaN keeps its bits
+  if (row >= p.rows) return;
+  if (thread % LANES == 0)  // a NaN keeps its bits
     p.scales[row] = scale.inverse == 0.0f ? scale.scale : __fmul_rn(scale.scale, UNIT);
 #pragma unroll
-  for (int task = 0; task < TASKS; ++task) {
-    const int word = task * LANES + lane;
-    if (word - lane_id() >= SPAN) continue;
-    // Four lanes have four words side by side: each takes all of them of every fourth place.
-    int8_t* codes =  // [RADIX / 4, 4 SPAN]
-        p.codes + int64_t(row) * CHANNELS + lane % 4 * SPAN + round_down(word, 4);
+  for (int n = 0; n < SETS * TASKS; ++n) {
+    const int word = (n % TASKS * PART + lane) * WIDE;  // of [TURNED, PART_SPAN]
+    const int set = thread % LANES / PART * SETS + n / TASKS;
+    const int past = set * PART_SPAN + word % PART_SPAN;
+    int8_t* codes =  // [ACROSS, LANE_SPAN]
+        p.codes + int64_t(row) * CHANNELS + word / PART_SPAN * SPAN + past;
+    if (BLOCK_N != CHANNELS && past >= SPAN) continue;
 #pragma unroll
-    for (int i = 0; i < RADIX; i += 4) {
-      float scaled[4];
+    for (int i = 0; i < ACROSS; ++i) {
+      float scaled[WIDE];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) scaled[j] = __fmul_rn(y[task][i + j], scale.inverse);
-      const uint32_t four =
-          shfl_transpose_bytes(pack_s8(scaled[0], scaled[1], scaled[2], scaled[3]));  // R1
-      if (row < p.rows && word < SPAN) *reinterpret_cast<uint32_t*>(codes + i * SPAN) = four;
+      for (int j = 0; j < WIDE; ++j) scaled[j] = __fmul_rn(y[n][i * WIDE + j], scale.inverse);
+      store_rounded_s8(codes + i * LANE_SPAN, scaled);  // R1
     }
   }
 }
@@ -426,7 +484,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
   griddepcontrol_launch_dependents();  // a product may begin
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const int row0 = blockIdx.x * (p.steps * BLOCK_M) + warp_id() / TEAM_WARPS;
+  const int row0 = blockIdx.x * (p.steps * BLOCK_M) + thread_id() / LANES;
 
   Affine affine;
   Loaded loaded;
@@ -450,13 +508,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
 
     if constexpr (NORM == Norm::LAYER) centre(x, smem.of_warp[step % 2][0]);
     if constexpr (NORM != Norm::NONE) normalise(x, p.eps, smem.of_warp[step % 2][1]);
-    if constexpr (AFFINE) affine.apply(smem, x);  // N2
+    if constexpr (AFFINE) affine.apply(p, smem, row, x);  // N2
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
       for (int j = 0; j < RUN; ++j) {
         if constexpr (!GLU) x[a][j] = activated<ACTIVATION>(x[a][j]);  // N3
-        if constexpr (ROTATED && !SIGNS_IN_AFFINE) x[a][j] = Signs(channel_of(a)).apply(x[a][j], j);
       }
     if constexpr (ROTATED) {
       store_rotated(p, smem, step, row, x);

@@ -87,6 +87,11 @@ def test_codes_are_those_of_our_rotation(channels: int, group: int) -> None:
     assert found.dtype == np.int8 and (found != ours).mean() < 1e-3  # ties of rounding
 
 
+def test_a_weight_may_have_no_rows() -> None:
+    found = comfy.our_codes(np.zeros((0, 512), np.int8))
+    assert found.shape == (0, 512) and found.dtype == np.int8
+
+
 def test_a_code_without_a_counterpart_is_kept() -> None:
     codes = np.zeros((1, 64), np.int8)
     codes[0, 3] = -128
@@ -152,6 +157,7 @@ def test_settings_may_stand_in_the_header(tmp_path: Path) -> None:
         ({"format": "convrot_w4a4"}, UnsupportedError, "'convrot_w4a4' of 'x' is not read"),
         ({"convrot_groupsize": 64}, UnsupportedError, "groups of 64, and has 256 channels"),
         ({"convrot_groupsize": 16}, UnsupportedError, "groups of 256 are read"),
+        ({"convrot": "false"}, ValueError, "convrot of 'x' must be true or false, got 'false'"),
         ({"extra": "pre_quant_scale"}, UnsupportedError, "'x.pre_quant_scale' is not read"),
         ({"text": b"{"}, ValueError, "'x.comfy_quant' holds no settings"),
         ({"text": b"[]"}, ValueError, "it is no object"),
@@ -180,6 +186,9 @@ def test_layers_in_16_bits_are_dequantised_only(tmp_path: Path) -> None:
     w = np.random.default_rng(0).standard_normal((8, 256))
     path = write(tmp_path / "m.safetensors", layer("0", w, 256, full_precision_matrix_mult=True))
     with pytest.raises(UnsupportedError, match="'0.weight' must have 16 bits"):
+        load_int8(torch.nn.Sequential(torch.nn.Linear(256, 8, bias=False)), path)
+    path = write(tmp_path / "o.safetensors", layer("0", w, 256, full_precision_matrix_mult="no"))
+    with pytest.raises(ValueError, match="full_precision_matrix_mult of '0' must be true or false"):
         load_int8(torch.nn.Sequential(torch.nn.Linear(256, 8, bias=False)), path)
     arrays = layer("0", w, 256)
     arrays["0.weight"][:] = -128

@@ -17,6 +17,7 @@ from cupyattn.checkpoints import analyze, convert, open_checkpoint
 from cupyattn.checkpoints.analysis import layer_errors
 from cupyattn.checkpoints.choosing import LIMIT, ROTATED_LIMIT, Way, choose
 from cupyattn.checkpoints.predicted_errors import MOST_ROWS, Errors, predicted_errors
+from cupyattn.errors import UnsupportedError
 from cupyattn.reference.gemm import activate
 from experiments.dit import checkpoint
 from experiments.dit import model as dit
@@ -82,7 +83,9 @@ def test_a_model_in_memory_is_judged_by_the_same_rule(
     model.blocks[0].fc.weight.data = torch.from_numpy(weights[f"{NAME}.weight"])
     x = {NAME: torch.from_numpy(activations[NAME])}
     with replace_linear_with_int8(model, activations=x) as handle:
-        assert (model.blocks[0].fc.strategy, model.blocks[0].fc.rotate) == dataclasses.astuple(way)
+        assert model.blocks[0].fc.strategy == way.strategy
+        assert model.blocks[0].fc.rotate == way.rotate
+        assert model.blocks[0].fc.weight_smooth is None
         assert f"\nscales by {expected}: " in handle.report()
         assert handle.report().endswith(", rotated") == (way.rotate is not None)
     for strategy in ("block", "channel"):  # what is asked for holds
@@ -159,14 +162,73 @@ def test_layers_get_what_errs_little_more_than_blocks(name: str) -> None:
     w = rng.standard_normal((96, channels), np.float32)
     one = predicted_errors(w, x)
     assert choose("auto", errors={"a": one}).layers == {"a": way}
+    make = ca.Int8Linear.from_weight
     found = {
-        each: relative(ca.Int8Linear.from_weight(w, **dataclasses.asdict(each)), x, w)
+        each: relative(make(w, strategy=each.strategy, rotate=each.rotate), x, w)
         for each in (Way("block"), Way("channel"), ROTATED)
     }
     for error, each in zip((one.block, one.channel, one.rotated), found, strict=True):
         assert error is not None and abs(error / found[each] - 1) < (0.05 if len(x) > 1 else 0.3)
     limit = LIMIT if way.rotate is None else ROTATED_LIMIT
     assert found[way] <= limit * 1.05 * found[Way("block")]
+
+
+@pytest.mark.frameworks
+def test_wide_rows_in_small_groups_may_be_smoothed_first() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import replace_linear_with_int8
+
+    rng, channels = np.random.default_rng(0), 253 * 64
+    w, x = (torch.from_numpy(rng.standard_normal((8, channels), np.float32)) for _ in range(2))
+    x[:, 100] *= 300
+    exact, off = x.double() @ w.double().T, {}
+    for smooth, way in (
+        (False, ("block", None)), ("auto", ("channel", "hadamard")), (True, ("channel", "hadamard"))
+    ):  # fmt: skip
+        model = torch.nn.ModuleDict({"fc": torch.nn.Linear(channels, 8, bias=False)})
+        model["fc"].weight.data = w.clone()
+        config = ca.Int8Config(smooth=smooth, max_outlier_ratio=1)
+        with replace_linear_with_int8(model, config=config, activations={"fc": x}) as handle:
+            layer = model["fc"]
+            assert (layer.strategy, layer.rotate) == way
+            assert (layer.weight_smooth is None) == (smooth is False)
+            assert (", smoothed, rotated" in handle.report()) == (smooth is not False)
+            layer.backend = "mirror"
+            off[smooth] = float((layer(x) - exact).norm() / exact.norm())
+        assert torch.equal(model["fc"].weight, w)
+    assert off["auto"] == off[True] < 0.5 * off[False]
+
+
+@pytest.mark.frameworks
+def test_layers_of_one_input_get_the_same_factors() -> None:
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import replace_linear_with_int8
+
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(128, 64) for name in ("q", "k", "other")})
+    x, y = torch.randn(2, 9, 128)
+    x[:, 3] *= 50
+    given = {"q": x[None], "k": x.clone(), "other": y}
+    config = ca.Int8Config(smooth=True)
+    with replace_linear_with_int8(model, config=config, activations=given) as handle:
+        q, k, other = (model[name].weight_smooth for name in given)
+        assert q is k and not torch.equal(q, other) and "3 layers are smoothed" in handle.report()
+    config = ca.Int8Config(smooth=True, strategy="channel", rotate=None)
+    with replace_linear_with_int8(model, config=config, activations={"q": x}):
+        assert model["q"].weight_smooth is not None and model["q"].rotate is None
+        assert model["k"].weight_smooth is None and model["k"].strategy == "channel"
+    with pytest.raises(ValueError, match="smooth=True takes activations"):
+        replace_linear_with_int8(model, config=config)
+
+
+def test_files_have_no_place_for_factors(tmp_path: Path) -> None:
+    weights, activations = given()
+    path = write(tmp_path / "x.safetensors", weights)
+    with pytest.raises(UnsupportedError, match="files have no place for factors"):
+        analyze(path, ca.Int8Config(smooth=True), activations=activations)
+    with pytest.raises(ValueError, match="smooth must be False, 'auto' or True, got 'yes'"):
+        ca.Int8Config(smooth="yes")
+    with pytest.raises(UnsupportedError, match="smooth=True goes with strategy='channel'"):
+        ca.Int8Config(smooth=True, strategy="block")
 
 
 def test_few_rows_of_activations_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +252,10 @@ def test_layers_without_activations_are_as_the_rest() -> None:
         Way("channel"), ROTATED, Way("block"), Way("block")
     ]  # fmt: skip
     assert str(chose).endswith("scales of channels err 3 times as much on the activations of c")
+    saved = choose("auto", errors={"a": plain, "c": dataclasses.replace(bad, smoothed=0.012)})
+    assert saved.way_of("c") == Way("channel", "hadamard", True) and saved.strategy == "channel"
+    assert str(saved.way_of("c")) == "by channel, smoothed, rotated"
+    assert "rotated in 1 of 2 layers, where they err at most 1.2 times" in str(saved)
 
 
 # ---- activations of the trained transformer ------------------------------------------------------

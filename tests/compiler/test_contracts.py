@@ -69,7 +69,7 @@ SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 #: The pass in front of a product.
 NORMED = {
     "NORM": 1, "WEIGHT": 0, "MODULATION": 0, "CHANNELS": 1024, "ROTATE": 0, "BY_ROW": 1,
-    "BY_EIGHT": 1, "BLOCKS_PER_SM": 1,
+    "BY_EIGHT": 1, "FACTORS": 0, "BLOCKS_PER_SM": 1,
 }  # fmt: skip
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
@@ -404,11 +404,12 @@ BROKEN = [
     ),
     ("linear/row_quant.cu", {"NUM_WARPS": 3}, "NUM_WARPS must be a multiple of BLOCK_M"),
     ("linear/row_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of VEC numbers"),
-    ("linear/norm_quant.cu", {"NUM_WARPS": 3, "BLOCK_M": 2}, "NUM_WARPS must be a multiple of BLO"),
+    ("linear/norm_quant.cu", {"NUM_WARPS": 3, "BLOCK_M": 2}, "the lanes of a row must be whole wa"),
     ("linear/norm_quant.cu", {"BLOCK_N": 2000}, "BLOCK_N must be a multiple of 8 channels"),
     ("linear/norm_quant.cu", {"BLOCK_N": 8192}, "BLOCK_N must be at most 32 channels for every"),
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 48}, "ROTATE must divide CHANNELS"),
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BY_ROW": 0}, "a rotated row has one scale"),
+    ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BLOCK_N": 2048}, "a lane must have 32 numb"),
     (
         "linear/weight_blocks.cu",
         {"BLOCK_N": 100},

@@ -20,7 +20,7 @@ from cupyattn.measure import device
 from docs import performance_plots
 from experiments._harness import others, plots, recording
 from experiments._harness.cells import Cell, Problem, rung
-from experiments.accuracy import numerics_claims, precision_ablation
+from experiments.accuracy import numerics_claims, precision_ablation, smoothing
 from experiments.diffusion import timestep_ablation, token_pruning
 from experiments.speed import (
     first_call,
@@ -309,6 +309,15 @@ def test_the_pass_in_front_of_a_product_runs_in_small(
 
     monkeypatch.setattr(ca, "norm_quant", wrong)
     assert norm_quant.main(["--quick"]) == 1
+
+
+def test_smoothing_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "smoothing.json"
+    assert smoothing.main(["--quick", "--json", str(file)]) == 0
+    plain, outliers = (row["of block"] for row in json.loads(file.read_text())["rows"])
+    assert all(0.8 < one < 1.3 for one in plain.values())
+    assert outliers["smoothed, rotated"] < 0.5 * outliers["rotated"] < outliers["channel"]
+    assert "three x 100" in capsys.readouterr().out
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

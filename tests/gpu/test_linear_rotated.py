@@ -58,6 +58,67 @@ def test_a_rotation_errs_less_than_blocks(channels: int) -> None:
     assert rotated <= 1.3 * away(strategy="block") and rotated < away(strategy="channel")
 
 
+@pytest.mark.parametrize("kind", ["gelu", "silu of a norm", "swiglu"])
+def test_activations_in_front_of_a_layer_are_in_its_pass(kind: str) -> None:
+    torch = pytest.importorskip("torch")
+    interop = importlib.import_module("cupyattn.interop.torch")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3072, 512, dtype=torch.bfloat16).requires_grad_(False).cuda()
+    own = interop.Int8Linear.from_linear(linear, strategy="channel", rotate="hadamard")
+    norm = torch.nn.RMSNorm(3072, dtype=torch.bfloat16).requires_grad_(False).cuda()
+    wide = 2 if kind == "swiglu" else 1
+    x = torch.randn(2, 300, wide * 3072, dtype=torch.bfloat16, device="cuda")
+
+    def function(x: Any) -> Any:
+        if kind == "swiglu":
+            gate, other = x.chunk(2, -1)
+            return own(torch.nn.functional.silu(gate) * other)
+        act = torch.nn.functional.gelu if kind == "gelu" else torch.nn.functional.silu
+        return own(act(x if kind == "gelu" else norm(x)))
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found, eager = torch.compile(function, fullgraph=True)(x), function(x)
+    assert (found - eager).double().norm() < 0.01 * eager.double().norm()
+
+
+@pytest.mark.parametrize("rotate", [None, *ROTATIONS])
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_factors_of_channels_have_the_bits_of_numpy(channels: int, rotate: str | None) -> None:
+    x, w = operands(33, 256, channels)
+    options = {"strategy": "channel", "rotate": rotate}
+    factors = ca.quant.smoothing_factors(x, w)
+    plain = ca.Int8Linear.from_weight(w, smooth=factors, **options)
+    weight, rows, smooth = on_device(w, x, factors)
+    own = ca.Int8Linear.from_weight(weight, smooth=smooth, **options)
+    assert own.codes.get().tobytes() == plain.codes.tobytes()
+    assert own(rows).get().tobytes() == plain(x).tobytes()
+
+
+def test_smoothed_layers_of_torch_have_the_bits_of_the_mirror() -> None:
+    torch = pytest.importorskip("torch")
+    interop = importlib.import_module("cupyattn.interop.torch")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3072, 512, dtype=torch.bfloat16).requires_grad_(False)
+    norm = torch.nn.LayerNorm(3072, eps=1e-6, elementwise_affine=False, dtype=torch.bfloat16)
+    x, (s, t) = torch.randn(2, 300, 3072).bfloat16(), torch.randn(2, 2, 1, 3072).bfloat16()
+    factors = 2.0 ** torch.randint(-3, 3, (3072,))
+    options = {"strategy": "channel", "rotate": "hadamard"}
+    host = interop.Int8Linear.from_linear(linear, smooth=factors, backend="mirror", **options)
+    own = interop.Int8Linear.from_linear(linear.cuda(), smooth=factors.cuda(), **options)
+    assert torch.equal(own.weight_codes.cpu(), host.weight_codes)
+    assert torch.equal(own(x.cuda()).cpu(), host(x))
+
+    def function(x: Any, s: Any, t: Any) -> Any:
+        return own(norm(x) * (1 + s) + t)
+
+    torch._dynamo.reset()
+    given = [one.cuda() for one in (x, s, t)]
+    with torch.no_grad():
+        found, eager = torch.compile(function, fullgraph=True)(*given), function(*given)
+    assert (found - eager).double().norm() < 0.01 * eager.double().norm()
+
+
 def test_layers_and_norms_of_torch_have_the_bits_of_the_mirror() -> None:
     """Eager, compiled with its norm in the pass, and as a replaced model."""
     torch = pytest.importorskip("torch")

@@ -63,6 +63,17 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 # ---- one signature -------------------------------------------------------------------------------
 
 
+def test_factors_of_channels_are_refused() -> None:
+    w = jnp.ones((8, 64))
+    layer = Int8Linear.from_weight(w, strategy="channel")
+    for call in (
+        lambda: Int8Linear.from_weight(w, strategy="channel", smooth=jnp.ones(64)),
+        lambda: Int8Linear(layer.codes, layer.scales, smooth=jnp.ones(64)),
+    ):
+        with pytest.raises(ca.UnsupportedError, match="smooth is not supported in a layer of JAX"):
+            call()
+
+
 def documented(what: Any) -> list[str]:
     """The parameters that a docstring names, in order."""
     section = inspect.getdoc(what).split("Parameters\n----------\n")[1].split("\n\n")[0]

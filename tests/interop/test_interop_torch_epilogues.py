@@ -17,6 +17,7 @@ import cupyattn as ca
 torch = pytest.importorskip("torch")
 interop = importlib.import_module("cupyattn.interop.torch")
 epilogues = importlib.import_module("cupyattn.interop.torch.epilogues")
+activation_nodes = importlib.import_module("cupyattn.interop.torch.activation_nodes")
 linear_parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
 bridge = importlib.import_module("cupyattn.interop.torch.bridge")
 
@@ -200,8 +201,8 @@ def test_an_activation_is_part_of_the_layer(name: str, dtype: str) -> None:
 def test_a_pattern_is_found_whatever_is_under_way() -> None:
     """The first layer that is traced may be below a gradient."""
     own, x = layer(torch.float32), rows(torch.float32)
-    epilogues._pattern.cache_clear()
-    torch.func.grad(lambda x: (epilogues._pattern("gelu", torch.float32), x.sum())[1])(x)
+    activation_nodes.pattern.cache_clear()
+    torch.func.grad(lambda x: (activation_nodes.pattern("gelu", torch.float32), x.sum())[1])(x)
     found, graphs = run(lambda x: functional.gelu(own(x)), x)
     assert graphs.names() == [LAYER] and graphs.products()[0]["activation"] == "gelu"
 
@@ -494,7 +495,7 @@ def test_a_torch_of_other_passes_is_said_and_compiles(monkeypatch: pytest.Monkey
     def missing(*_: Any) -> None:
         raise AttributeError("no such pass")
 
-    monkeypatch.setattr(epilogues, "_pattern", missing)
+    monkeypatch.setattr(epilogues, "pattern", missing)
     monkeypatch.setattr(epilogues, "obstacle", "")
     monkeypatch.setattr(epilogues.inductor_calls, "obstacle", "")
     model, x = torch.nn.Sequential(torch.nn.Linear(256, 256)), torch.randn(3, 256)

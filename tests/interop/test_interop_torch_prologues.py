@@ -168,6 +168,123 @@ def test_a_residual_stays_part_of_the_product() -> None:
     assert (found.double() - exact).norm() < 2e-3 * exact.norm()
 
 
+functional = torch.nn.functional
+
+
+def halves_of(gate: Callable[[Any], Any], first: int = 0) -> Callable[..., Any]:
+    """Return a gated linear unit, whose gate is the first or the second half."""
+
+    def function(n: Any, x: Any) -> Any:
+        halves = x.chunk(2, -1)
+        return gate(halves[first]) * halves[1 - first]
+
+    return function
+
+
+#: How models activate x in front of a layer: the function of a norm and x, and the arguments of
+#: `norm_quant`.
+ACTIVATED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "GELU": (lambda n, x: functional.gelu(x), {"activation": "gelu"}),
+    "GELU by tanh in float32": (
+        lambda n, x: functional.gelu(x.float(), approximate="tanh").half(),
+        {"activation": "gelu_tanh"},
+    ),
+    "SiLU of a norm": (
+        lambda n, x: functional.silu(n(x)), {"norm": "layer", "activation": "silu"}
+    ),
+    "GELU of a norm in float32": (
+        lambda n, x: functional.gelu(Fp32Norm.forward(n, x.float())).half(),
+        {"norm": "layer", "activation": "gelu"},
+    ),
+    "SwiGLU": (halves_of(functional.silu), {"activation": "swiglu"}),
+    "GEGLU, gate last": (halves_of(functional.gelu, 1), {"activation": "geglu_gate_last"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rotate", [None, "hadamard"])
+@pytest.mark.parametrize("name", ACTIVATED)
+def test_an_activation_is_part_of_the_pass(name: str, rotate: str | None) -> None:
+    form, given = ACTIVATED[name]
+    torch.manual_seed(0)
+    own, x = layer(rotate=rotate), tensors(2, 5, WIDTH * (1 + ("GLU" in name)))
+    own_norm = norm(torch.nn.LayerNorm)
+    found, graphs = run(lambda x: own(form(own_norm, x)), x)
+    assert graphs.names()[-1] == NORMED
+    assert not any("erf" in one or "tanh" in one or "exp" in one for one in graphs.names())
+    assert torch.equal(found, expected(own, given, {"x": x}))
+    eager = own(form(own_norm, x))
+    assert (found - eager).double().norm() < 0.01 * eager.double().norm()
+
+
+def test_an_activation_of_what_something_else_reads() -> None:
+    """Its input may have other readers, unless a norm in front would be computed twice."""
+    torch.manual_seed(0)
+    own, x, rms = layer(), tensors(2, 5, WIDTH), norm(torch.nn.RMSNorm)
+
+    def of_the_norm(x: Any) -> Any:
+        y = rms(x)
+        return own(functional.silu(y)), y
+
+    (found, y), graphs = run(of_the_norm, x)
+    assert graphs.names()[-1] == NORMED and "aten.rsqrt.default" in graphs.names()
+    assert torch.equal(found, expected(own, {"activation": "silu"}, {"x": y}))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_an_activation_behind_a_layer_belongs_to_its_product(add: bool) -> None:
+    torch.manual_seed(0)
+    up, down, x = layer(WIDTH), layer(WIDTH), tensors(2, 5, WIDTH)
+
+    def function(x: Any) -> Any:
+        y = down(functional.gelu(up(x)))
+        return x + y if add else y
+
+    _, graphs = run(function, x)
+    assert graphs.names() == ["cupyattn.int8_layer.default"] * 2
+    assert [one["activation"] for one in graphs.products()] == ["gelu", ""]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_factors_of_channels_are_part_of_the_pass(name: str) -> None:
+    """They multiply its vectors, which is exact."""
+    form, shape, dtype, own_norm, _ = FORMS[name]
+    torch.manual_seed(0)
+    factors = 2.0 ** torch.randint(-3, 3, (WIDTH,))
+    own, x = layer(rotate="hadamard", smooth=factors), tensors(2, 5, WIDTH)
+    scale, shift = (tensors(*shape, dtype=dtype, seed=n) for n in (1, 2)) if shape else (x, x)
+
+    def function(x: Any, s: Any, t: Any) -> Any:
+        return own(form(own_norm, x, s, t))
+
+    found, graphs = run(function, x, scale, shift)
+    assert graphs.names()[-1] == NORMED
+    # Nothing is rounded to 16 bits in between, as if rows were float32.
+    wide = norm(type(own_norm), affine=bool([*own_norm.parameters()]), dtype=torch.float32)
+    wide.load_state_dict(own_norm.state_dict())
+    exact = own(form(wide, x.float(), scale.float(), shift.float()))
+    assert (found - exact).double().norm() < 3e-3 * exact.double().norm()
+
+
+def test_layers_of_one_input_with_the_same_factors_are_one_call() -> None:
+    torch.manual_seed(0)
+    factors, x = 2.0 ** torch.randint(-3, 3, (WIDTH,)), tensors(2, 5, WIDTH)
+    alike = [layer(smooth=factors), layer(16, smooth=factors)]
+    _, graphs = run(lambda x: [own(x) for own in alike], x)
+    assert graphs.names() == ["cupyattn.int8_layers.default"]
+    apart = [layer(smooth=factors), layer(16)]
+    found, graphs = run(lambda x: [own(x) for own in apart], x)
+    assert graphs.names() == ["cupyattn.int8_layer.default"] * 2
+    assert all(torch.equal(y, own(x)) for y, own in zip(found, apart, strict=True))
+
+
+def test_factors_behind_an_activation_stay_in_front_of_the_codes() -> None:
+    torch.manual_seed(0)
+    own, x = layer(smooth=2.0 ** torch.randint(-3, 3, (WIDTH,))), tensors(2, 5, WIDTH)
+    found, graphs = run(lambda x: own(functional.silu(x)), x)
+    assert graphs.names()[-1] == "cupyattn.int8_layer.default"
+    assert torch.equal(found, own(functional.silu(x)))
+
+
 def reads_the_norm(own: Any, x: Any, s: Any) -> Any:
     y = norm(torch.nn.LayerNorm)(x)
     return own(y * (1 + s)), y
@@ -218,13 +335,60 @@ def test_the_operator_keeps_the_rules_of_operators() -> None:
     one, two, x = layer(), layer(64), tensors(2, 5, WIDTH)
     s = tensors(2, 1, WIDTH, seed=1)
     given = linear_parts.NormedLayers(
-        x, None, None, s, s, "layer", 1e-6, None, [one.weight_codes, two.weight_codes],
+        x, None, None, s, s, "layer", 1e-6, "silu", None, [one.weight_codes, two.weight_codes],
         [one.weight_scale, two.weight_scale], [None, two.bias], None, None, ["", "silu"], None,
         "mirror",
     )  # fmt: skip
     torch.library.opcheck(linear_parts.normed_layers, tuple(given))
     made = linear_parts.normed_layers(*given._replace(x=x[:0], scale=None, shift=None))
     assert [y.shape for y in made] == [(0, 5, OUT), (0, 5, 64)]
+
+
+def two_layers() -> Any:
+    one = layer()
+    return linear_parts.NormedLayers(
+        tensors(5, WIDTH), None, None, None, None, "rms", 1e-6, "", None, [one.weight_codes] * 2,
+        [one.weight_scale] * 2, [one.bias] * 2, None, None, ["", "silu"], None, "mirror",
+    )  # fmt: skip
+
+
+#: What is wrong with a call of two layers, and the sentence that says so.
+MISCALLED: dict[str, tuple[dict[str, Any], str]] = {
+    "an activation for one": ({"activations": [""]}, "one entry for each layer, got 2, 2, 2, 1"),
+    "a bias for one": ({"biases": [None]}, "one entry for each layer, got 2, 2, 1, 2"),
+    "no layers": (
+        {"weights": [], "weight_scales": [], "biases": [], "activations": []},
+        "one entry for each layer, got 0, 0, 0, 0",
+    ),
+    "a residual of both": ({"residual": tensors(5, OUT)}, "residual goes with one layer, got 2"),
+    "a gate alone": ({"gate": tensors(OUT)}, "gate goes with residual"),
+}
+
+
+@pytest.mark.parametrize("name", MISCALLED)
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_a_wrong_call_of_the_operator_says_so(name: str, place: str) -> None:
+    changed, sentence = MISCALLED[name]
+    given = two_layers()._replace(**changed)
+    with pytest.raises(ValueError, match=sentence):
+        linear_parts.normed_layers(*given._replace(x=given.x.to(place)))
+
+
+@pytest.mark.parametrize("name", ["x", "norm_weight", "biases"])
+def test_gradients_of_several_layers_are_refused(name: str) -> None:
+    """Without a derivative of its own, torch would return zeros or nothing."""
+    given = two_layers()
+    wanted = tensors(5, WIDTH) if name == "x" else tensors(WIDTH if name != "biases" else OUT)
+    wanted.requires_grad_(True)
+    own = given._replace(**{name: [None, wanted] if name == "biases" else wanted})
+    with pytest.raises(ca.UnsupportedError, match="several layers in one call"):
+        linear_parts.normed_layers(*own)
+    with torch.no_grad():
+        assert len(linear_parts.normed_layers(*own)) == 2
+    if name != "norm_weight":
+        lists = own.weights, own.weight_scales, own.biases, own.activations
+        with pytest.raises(ca.UnsupportedError, match="several layers in one call"):
+            linear_parts.layers(own.x, *lists, None, "mirror")
 
 
 # ---- blocks of diffusers -------------------------------------------------------------------------

@@ -11,6 +11,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.checkpoints import dequantize, open_checkpoint
+from cupyattn.errors import UnsupportedError
+from cupyattn.quant import smoothing_factors
 from tests.support.marks import slow_unless
 
 torch = pytest.importorskip("torch")
@@ -88,6 +90,107 @@ def test_a_state_dict_loads_into_layers_of_its_rotation_only(rotate: str | None)
             with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
                 into.load_state_dict(mark, strict=False)
         assert torch.equal(into.weight_codes, before)
+
+
+# ---- factors of channels -------------------------------------------------------------------------
+
+
+def smoothed(channels: int = 256, **options: Any) -> tuple[Any, Any, Any]:
+    """Return rows with an outlier channel, a linear layer, and an INT8 layer with factors."""
+    x, own = rows(channels), linear(channels)
+    x[..., 9] *= 60
+    factors = torch.from_numpy(smoothing_factors(x.numpy(), own.weight.detach().numpy()))
+    options = {"strategy": "channel", "backend": "mirror", **options}
+    return x, own, Int8Linear.from_linear(own, smooth=factors, **options)
+
+
+@pytest.mark.parametrize("rotate", [None, *ROTATIONS])
+def test_a_smoothed_layer_has_the_bits_of_the_one_in_numpy(rotate: str | None) -> None:
+    x, own, layer = smoothed(rotate=rotate)
+    same = ca.Int8Linear.from_weight(
+        own.weight.detach().numpy(), own.bias.detach().numpy(), strategy="channel",
+        rotate=rotate, smooth=layer.weight_smooth.numpy(),
+    )  # fmt: skip
+    x.requires_grad_(True)
+    y = layer(x)
+    assert np.array_equal(y.detach().numpy(), same(x.detach().numpy()))
+    plain = Int8Linear.from_linear(own, strategy="channel", rotate=rotate, backend="mirror")
+    exact = own(x).detach()
+    assert away(y.detach(), exact) < 0.7 * away(plain(x).detach(), exact)
+    # `weight` and gradients are of x as the layer gets it.
+    assert away(layer.weight, own.weight.detach()) < 0.03
+    y.sum().backward()
+    assert away(x.grad[0, 0], layer.weight.sum(0)) < 1e-5
+    assert layer.half().weight_smooth.dtype == torch.float32 and "smooth=True" in repr(layer)
+
+
+def test_a_state_dict_has_the_factors() -> None:
+    x, own, layer = smoothed()
+    plain = Int8Linear.from_linear(own, strategy="channel", backend="mirror")
+    assert "weight_smooth" in layer.state_dict() and "weight_smooth" not in plain.state_dict()
+    ones = torch.ones(256)
+    other = Int8Linear.from_linear(own, strategy="channel", backend="mirror", smooth=ones)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), layer(x))
+    for into, state in ((plain, layer.state_dict()), (layer, plain.state_dict())):
+        with pytest.raises(RuntimeError, match="a layer that was made with smooth alike"):
+            into.load_state_dict(state, strict=False)
+    with pytest.raises(ValueError, match="smooth must be powers of two"):
+        Int8Linear.from_linear(own, strategy="channel", smooth=3 * ones)
+
+
+def test_files_have_no_place_for_factors(tmp_path: Path) -> None:
+    _, _, layer = smoothed()
+    with pytest.raises(UnsupportedError, match="0 has factors of channels"):
+        write_int8(torch.nn.Sequential(layer), tmp_path / "model")
+
+
+def test_projections_with_the_same_factors_are_fused() -> None:
+    x, own, layer = smoothed()
+    for factors in (layer.weight_smooth, torch.ones(256)):
+        parts = [layer, Int8Linear.from_linear(own, strategy="channel", smooth=factors)]
+        whole = torch.nn.Linear(256, 80)
+        whole.weight.data = torch.cat([own.weight, own.weight]).detach()
+        made = fusing._fused(whole, "to_kv", parts)
+        assert (made.weight_smooth is None) == (factors is not layer.weight_smooth)
+        assert away(made.weight, whole.weight.detach()) < 0.03
+
+
+@pytest.mark.slow
+def test_accelerate_fills_in_the_mark_of_a_rotation(tmp_path: Path) -> None:
+    """As INTEROP says: codes that are not rotated go into rotated layers, those that are do not."""
+    accelerate = pytest.importorskip("accelerate")
+    from safetensors.torch import save_file
+
+    options = {"strategy": "channel", "backend": "mirror"}
+    x = rows()
+
+    def layer(rotate: str | None) -> Any:
+        return Int8Linear.from_linear(linear(), rotate=rotate, **options)
+
+    for rotate in (None, "hadamard"):
+        own, into = layer(rotate), layer("hadamard")
+        save_file(own.state_dict(), tmp_path / "m.safetensors")
+        accelerate.load_checkpoint_in_model(into, str(tmp_path / "m.safetensors"), strict=True)
+        assert torch.equal(into.weight_codes, own.weight_codes)
+        assert torch.equal(into(x), own(x)) == (rotate is not None)
+    with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
+        accelerate.load_checkpoint_in_model(layer(None), str(tmp_path / "m.safetensors"))
+
+
+def test_a_state_dict_without_numbers_is_assigned() -> None:
+    options = {"strategy": "channel", "backend": "mirror"}
+    layer = Int8Linear.from_linear(linear(), rotate="hadamard", **options)
+    state = {name: x.to("meta") for name, x in layer.state_dict().items()}
+    into = Int8Linear.from_linear(linear(), rotate="hadamard", **options)
+    into.load_state_dict(state, assign=True)
+    assert into.weight_codes.is_meta and into.weight_rotation.is_meta
+    into.load_state_dict(layer.state_dict(), assign=True)
+    x = rows()
+    assert torch.equal(into(x), layer(x))
+    plain = Int8Linear.from_linear(linear(), **options)
+    with pytest.raises(RuntimeError, match="a layer that was made with the same rotate"):
+        plain.load_state_dict(state, assign=True)
 
 
 @pytest.mark.parametrize("rotate", slow_unless(lambda _, rotate: rotate == "hadamard", ROTATIONS))

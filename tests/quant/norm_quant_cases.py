@@ -94,6 +94,18 @@ CASES = {
     "rotated by 128": case(3, 1152, dtype="bfloat16", norm="rms", rotate="hadamard"),
     "rotated by 64": case(5, 192, dtype="float32", rotate="hadamard", vectors="weight:float32"),
     "rotated alone": case(3, 3072, rotate="hadamard"),
+    "rotated, several rows of a warp": case(9, 256, norm="layer", rotate="hadamard"),
+    "rotated, factors of a block": case(
+        8, 1792, norm="rms", rotate="hadamard", vectors="scale:float16 shift:float16", groups=2
+    ),
+    "rotated, factors of each row": case(
+        3, 3072, dtype="bfloat16", norm="layer", rotate="hadamard", vectors=MODULATED, groups=3
+    ),
+    "rotated, five warps": case(2, 5120, norm="layer", rotate="hadamard", vectors=MODULATED),
+    "rotated, idle lanes": case(
+        3, 1792, dtype="bfloat16", norm="layer", rotate="hadamard", vectors="weight:bfloat16"
+    ),
+    "rotated, idle lanes of a warp": case(9, 320, norm="rms", rotate="hadamard"),
     "codes alone": case(3, 1536),
     "large eps": case(3, 256, norm="rms", eps=0.5),
 }  # fmt: skip
@@ -107,8 +119,8 @@ ACTIVATED = {
     "swiglu": case(4, 384, dtype="bfloat16", activation="swiglu", strategy="block"),
     "geglu, gate last": case(4, 256, activation="geglu_gate_last", rotate="hadamard"),
 }
-#: The widest rows: 16 warps, whose factors stay in registers, and 32.
+#: The widest rows: 14 warps, whose factors stay in registers, and 32.
 WIDE = {
-    "16 warps": case(3, 13_824, norm="layer", rotate="hadamard", vectors=MODULATED),
+    "14 warps": case(3, 13_824, norm="layer", rotate="hadamard", vectors=MODULATED),
     "32 warps": case(2, 20_480, norm="rms", vectors="weight:float16"),
 }

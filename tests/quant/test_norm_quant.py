@@ -82,9 +82,11 @@ def test_the_widest_rows(name: str) -> None:
     assert_bits(found, expected)
 
 
-def in_several_steps(one: Case, steps: int) -> tuple[Any, Any]:
-    """Return what teams that take so many of nine rows make in the interpreter, and the mirror."""
-    one = dataclasses.replace(one, shape=(9, one.shape[-1]), groups=3)
+def in_several_steps(
+    one: Case, steps: int, rows: int = 9, groups: int = 3
+) -> tuple[Any, Any]:
+    """Return what teams that take so many of the rows make in the interpreter, and the mirror."""
+    one = dataclasses.replace(one, shape=(rows, one.shape[-1]), groups=groups)
     arrays, how = one.arrays(), one.settled
     places = {name: Operand.of(x) for name, x in arrays.items()}
     vectors = tuple(places.get(name) for name in VECTORS)
@@ -92,7 +94,7 @@ def in_several_steps(one: Case, steps: int) -> tuple[Any, Any]:
     types = named.get("weight", ""), named.get("scale", named.get("shift", ""))
     plan = plan_norm_quant(places["x"], one.dtype, vectors, types, how, steps=steps)
     assert plan.steps == steps
-    codes, scales = np.empty(one.shape, np.int8), np.empty((9, 1), np.float32)
+    codes, scales = np.empty(one.shape, np.int8), np.empty((rows, 1), np.float32)
     interpret.run(plan, arrays | {"codes": codes, "scales": scales})
     return (codes, scales), norm_quant_mirror(arrays["x"], how, flat_vectors(arrays))
 
@@ -106,6 +108,15 @@ def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
     assert_bits(*in_several_steps(CASES[name], steps))
 
 
+@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (15, 1), (9, 9)])
+@pytest.mark.parametrize(
+    "name", ["rotated by 256", "rotated, factors of a block", "rotated, five warps"]
+)
+def test_teams_of_a_block_may_share_factors(name: str, rows: int, groups: int) -> None:
+    """Groups of rows begin within a block's, with one row of each team or with each row."""
+    assert_bits(*in_several_steps(CASES[name], 3, rows, groups))
+
+
 def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
     x = Operand.contiguous((4608, 3072), 2)
     how = "bfloat16", (None,) * 4, ("", ""), CASES["layer, one warp"].settled
@@ -115,9 +126,30 @@ def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
     assert few.steps == 1 and few.launches[0].grid == 16
 
 
-@pytest.mark.parametrize(("channels", "rotate"), [(1536, 0), (3072, 0), (5120, 0), (3072, 1)])
+@pytest.mark.parametrize(
+    ("channels", "groups", "teams", "lanes", "factors"),
+    [
+        (3072, 1, 2, 32, 1), (3072, 4608, 2, 32, 2), (3072, 512, 1, 32, 0), (1536, 2, 4, 16, 1),
+        (1536, 512, 2, 16, 0), (5120, 1, 2, 160, 1), (5120, 4608, 1, 160, 2),
+        (5120, 512, 1, 160, 0),
+    ],
+)  # fmt: skip
+def test_teams_of_rotated_rows_share_factors_if_their_rows_do(
+    channels: int, groups: int, teams: int, lanes: int, factors: int
+) -> None:
+    """1: all of a block; 0: all of a team, in groups of nine rows; 2: none, each reads its own."""
+    x, vector = (Operand.contiguous((rows, channels), 2) for rows in (4608, groups))
+    how = CASES["layer, modulated"].settled._replace(rotate="hadamard")
+    plan = plan_norm_quant(x, "bfloat16", (None, None, vector, vector), ("", "bfloat16"), how)
+    defines = dict(plan.launches[0].module.defines)
+    assert defines["CFG_BLOCK_M"] == teams and plan.launches[0].block == teams * lanes
+    assert defines["CFG_FACTORS"] == factors
+
+
+@pytest.mark.parametrize("rotate", [0, 1])
+@pytest.mark.parametrize("channels", [1536, 1792, 3072, 5120])
 def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
-    """With as many blocks as the plan counts on; a rotated row leaves a few registers over."""
+    """With as many blocks as the plan counts on."""
     vector = Operand.contiguous((1, channels), 2)
     how = CASES["layer, modulated"].settled._replace(rotate="hadamard" if rotate else None)
     plan = plan_norm_quant(
@@ -127,7 +159,7 @@ def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
     (launch,) = plan.launches
     binary = compiler.build(launch.module, "sm_90a")
     taken = binary.kernels["norm_quant"]
-    assert taken.spill_stores <= (32 if rotate else 0)
+    assert taken.spill_stores == 0
     blocks = dict(launch.module.defines)["CFG_BLOCKS_PER_SM"]
     assert blocks * launch.block * taken.registers <= 65_536
     assert blocks * (binary.smem_bytes + 1024) <= 227 * 1024
@@ -226,23 +258,38 @@ def test_a_fault_breaks_the_bound(fault: str) -> None:
 #: A line of norm_quant.cu, what stands in its place, and the case that finds it.
 MISTAKES = {
     "no barrier behind the sums": (
-        "    __syncthreads();  // the sums of all warps are visible\n", "", "rotated by 256",
+        "    team_sync();  // the sums of all warps are visible\n", "", "rotated, five warps",
     ),
     "no barrier behind the maxima": (
-        "    __syncthreads();  // the maxima of all warps are visible\n", "", "rotated by 256",
+        "    team_sync();  // the maxima of all warps are visible\n", "", "rotated, five warps",
     ),
-    "no barrier behind the runs": (
-        "  team_sync();  // the runs of all lanes are visible\n", "", "rotated by 256",
+    "no barrier before numbers change lanes": (
+        "  __syncwarp();  // the numbers of all lanes of a group are visible\n", "",
+        "rotated by 256",
     ),
     "maxima of two rows in one place": (
         "    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));",
         "    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[0][2]));",
         "codes alone",
     ),
-    "factors of the first group": ("    if (row < end) return;", "    if (end) return;",
+    "factors of the first group": ("|| row < end) return;", "|| end) return;",
                                    "layer, modulated"),
     "rows past the last are stored": ("    if (row >= p.rows) return;\n", "", "layer, one warp"),
-    "signs of the wrong half": ("half[j / 4]", "half[0]", "rotated by 256"),
+    "no barrier before factors of a block": (
+        "      __syncthreads();  // no team reads the factors of the group before\n", "",
+        "rotated, factors of a block",
+    ),
+    "no barrier behind factors of a block": (
+        "      __syncthreads();  // the factors of all teams are visible\n", "",
+        "rotated, factors of a block",
+    ),
+    "no barrier between two rows": (
+        "    if (set > 0 || TEAM_WARPS == 1) __syncwarp();  // the numbers before are read\n", "",
+        "rotated by 128",
+    ),
+    "no signs of halves of runs": ("a & 1 ? -order : order", "order", "rotated by 256"),
+    "no signs of runs": ("x[3][j], sign)", "x[3][j])", "rotated by 128"),
+    "no signs of lanes": (", bit == 2 * WIDE && i & 4 * WIDE)", ")", "rotated by 256"),
 }  # fmt: skip
 
 
@@ -254,7 +301,8 @@ def test_a_mistake_of_the_kernel_is_found(
     line, instead, case_name = MISTAKES[name]
     put_a_line_in_place("linear/norm_quant.cu", line, instead, tmp_path, monkeypatch)
     try:
-        found = in_several_steps(CASES[case_name], 3)
+        shared = "factors of a block" in case_name
+        found = in_several_steps(CASES[case_name], 3, *((12, 3) if shared else ()))
     except KernelFault:
         return
     with pytest.raises(AssertionError):

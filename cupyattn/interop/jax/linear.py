@@ -73,6 +73,9 @@ class Int8Linear:
         These columns of W.
     rotate : {None, "hadamard", "hadamard_contiguous"}
         As for `cupyattn.Int8Linear`.
+    smooth : None
+        Left out: `cupyattn.Int8Linear` takes factors of channels, and arrays of JAX outside of a
+        trace.
     block_size : int
         Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
@@ -116,11 +119,13 @@ class Int8Linear:
         outlier_columns: Sequence[int] = (),
         outlier_weight: Any = None,
         rotate: str | None = None,
+        smooth: None = None,
         block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
     ) -> None:
         linear.check_given(linear.FROM_WEIGHT, codes, scales)
+        _refuse_factors(smooth)
         codes, scales = as_array("codes", codes), as_array("scales", scales)
         if scales.dtype.name in linear.FLOATS:
             scales = scales.astype(jnp.float32)
@@ -150,6 +155,7 @@ class Int8Linear:
         *,
         strategy: str = "block",
         rotate: str | None = None,
+        smooth: None = None,
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -163,7 +169,7 @@ class Int8Linear:
         weight : array, (out, in), float16, bfloat16 or float32
             JAX, NumPy, CuPy, or anything with DLPack. Not modified.
         bias : jax.Array, (out,), optional
-        strategy, rotate, activation, outlier_columns, outlier_dtype, arch, backend
+        strategy, rotate, smooth, activation, outlier_columns, outlier_dtype, arch, backend
             As for `cupyattn.Int8Linear.from_weight`.
 
         Returns
@@ -175,6 +181,7 @@ class Int8Linear:
         TypeError, ValueError
             As for `cupyattn.Int8Linear.from_weight`; `TypeError` also for a traced weight.
         """
+        _refuse_factors(smooth)
         _, as_given = take("weight", weight)
         made = linear.Int8Linear.from_weight(
             weight, strategy=strategy, rotate=rotate, outlier_columns=outlier_columns,
@@ -411,3 +418,11 @@ def _joined(operands: Mapping[str, Any], whole: tuple[int, ...]) -> dict[str, An
 
 
 register(_NAME, _run)
+
+
+def _refuse_factors(smooth: Any) -> None:
+    if smooth is not None:
+        raise UnsupportedError(
+            "smooth is not supported in a layer of JAX: leave it out, or use cupyattn.Int8Linear, "
+            "which takes arrays of JAX outside of a trace"
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cupyattn.interop.torch.epilogues import FUNCTIONS
+from cupyattn.interop.torch.activation_nodes import FUNCTIONS
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.offloading import has_hooks, has_own_forward
 from cupyattn.quant.activation import GATE_LAST, GLU

@@ -12,34 +12,29 @@ import functools
 import hashlib
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from cupyattn.interop.torch import inductor_calls, linear_parts, precompile
-from cupyattn.interop.torch.graph_nodes import is_row_of_factors, same, value_of
-from cupyattn.interop.torch.prologues import Prologue, prologue_of
-from cupyattn.quant.activation import GATE_LAST, GLU
+from cupyattn.interop.torch.activation_nodes import activated, gated, pattern
+from cupyattn.interop.torch.graph_nodes import (
+    is_row_of_factors,
+    only_reader,
+    other_operand,
+    same,
+    value_of,
+)
+from cupyattn.interop.torch.prologues import Prologue, prologue_of, smoothed
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
 
-#: Functions that a product may end with, as models call them.
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": torch.nn.functional.gelu,
-    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
-    "silu": torch.nn.functional.silu,
-}
-#: Gated linear units by their activation, and by whether their gate is the second half.
-_GATED = {(kind, name in GATE_LAST): name for name, kind in GLU.items()}
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
-#: Operators that split a result.
-_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
 #: Operations of nodes that precede all others.
 _GIVEN = ("placeholder", "get_attr")
 #: Number of other layers between two layers of a group, because models alternate two streams.
@@ -81,7 +76,7 @@ def _register() -> None:
         def uuid(self) -> str:
             return _uuid()
 
-    _pattern("gelu", torch.float32)  # what the pass needs of this version
+    pattern("gelu", torch.float32)  # what the pass needs of this version
     others = config.post_grad_custom_post_pass
     if others is None:
         config.post_grad_custom_post_pass = Epilogues()
@@ -96,8 +91,8 @@ def _uuid() -> str:
     """Return a key that differs between versions of this pass."""
     here = Path(__file__)
     names = (
-        here.name, "prologues.py", "graph_nodes.py", "linear_parts.py", "inductor_calls.py",
-        "places.py",
+        here.name, "prologues.py", "activation_nodes.py", "graph_nodes.py", "linear_parts.py",
+        "inductor_calls.py", "places.py",
     )  # fmt: skip
     sources = [here.with_name(name).read_bytes() for name in names]
     return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
@@ -163,7 +158,8 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
         x, weight, weight_scale, bias, _, *where = _arguments(node)
         shapes = (tuple(value_of(one).shape) for one in (weight, weight_scale))
         key = x, strategy_of_weight(*shapes), *where
-        if not all(one is None or one.op in _GIVEN for one in (weight, weight_scale, bias)):
+        own = weight, weight_scale, bias, where[-1]
+        if not all(one is None or one.op in _GIVEN for one in own):
             yield [node]
             continue
         last, group = groups.get(key, (number, []))
@@ -200,25 +196,33 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
 
 
 def _prologue(group: Sequence[Node]) -> Prologue | None:
-    """Return the norm before layers with scales of channels, if nothing else reads its result."""
+    """Return the steps on the rows of layers by channel, if nothing else reads these rows."""
     x = group[0].args[0]
     by_channel = all(value_of(node.args[2]).shape[-1] == 1 for node in group)
     if not by_channel or not isinstance(x, Node) or set(x.users) != {*group}:
         return None
     strategies = {strategy_of_weight(*(tuple(value_of(node.args[i]).shape) for i in (1, 2)))
                   for node in group}  # fmt: skip
-    return prologue_of(x) if strategies == {"channel"} else None
+    found = prologue_of(x) if strategies == {"channel"} else None
+    smooth = _arguments(group[0])[-1]
+    # Factors of channels would be behind an activation, where the pass has none.
+    return None if found is not None and found.activation and smooth is not None else found
 
 
 def _replace_by_normed(
     graph: Graph, found: Mapping[Node, _Epilogue], normed: Prologue
 ) -> None:
-    """Replace layers and the norm before them; only a single layer may have a residual."""
+    """Replace layers and the steps on their rows; only a single layer may have a residual."""
     first, one = next(iter(found.items()))
-    arch, backend, rotate = _arguments(first)[5:]
+    arch, backend, rotate, smooth = _arguments(first)[5:]
+    place = one.end if one.residual is not None else first
+    if smooth is not None:
+        with graph.inserting_before(place):
+            normed = smoothed(graph, normed, smooth)
     weights, scales, biases = ([node.args[place] for node in found] for place in (1, 2, 3))
     call = linear_parts.NormedLayers(
-        normed.x, *normed.vectors, normed.norm, normed.eps, rotate, weights, scales, biases,
+        normed.x, *normed.vectors, normed.norm, normed.eps, normed.activation, rotate, weights,
+        scales, biases,
         one.residual, one.gate, [each.activation for each in found.values()], arch, backend,
     )  # fmt: skip
     values = [[value_of(x) for x in layer] for layer in call.layers]
@@ -227,7 +231,6 @@ def _replace_by_normed(
         vectors=[value_of(x) for x in call.vectors],
     )  # fmt: skip
     vals = [value_of(each.end) for each in found.values()]
-    place = one.end if one.residual is not None else first
     with graph.inserting_before(place):
         made = _inserted(graph, linear_parts.normed_layers, tuple(call), vals)
         parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
@@ -239,7 +242,7 @@ def _begin_to_compile(
     x: Node, layers: Iterable[Sequence[Any]], activations: Sequence[str], where: Any
 ) -> None:
     values = [[value_of(one) for one in layer] for layer in layers]
-    precompile.begin(value_of(x), values, activations, *where)
+    precompile.begin(value_of(x), values, activations, *map(value_of, where))
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
@@ -254,89 +257,8 @@ def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Nod
 def _epilogue(layer: Node) -> _Epilogue:
     end, activation = layer, str(layer.args[4])
     if not activation:
-        end, activation = _activated(layer) or _gated(layer) or (layer, "")
+        end, activation = activated(layer) or gated(layer) or (layer, "")
     return _sum(end, value_of(end), activation) or _Epilogue(end, activation)
-
-
-# ---- activations ---------------------------------------------------------------------------------
-
-
-@functools.cache
-def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
-    """Return the nodes into which Inductor decomposes an activation, its input first."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    def function(x: Tensor) -> Tensor:
-        return FUNCTIONS[activation](x)
-
-    # Nodes of a transform that is under way, such as torch.func.grad, would be part of the pattern.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
-        traced = make_fx(function, decomposition_table=select_decomp_table())
-        graph = traced(torch.zeros(1, dtype=dtype)).graph
-    return tuple(node for node in graph.nodes if node.op != "output")
-
-
-def _activated(start: Node) -> tuple[Node, str] | None:
-    """Return the last node of an activation of a node, and the activation's name."""
-    for name in FUNCTIONS:
-        found = _after(start, _pattern(name, value_of(start).dtype))
-        if found is not None:
-            return found, name
-    return None
-
-
-def _gated(layer: Node) -> tuple[Node, str] | None:
-    """Return the node that multiplies an activated half of a layer's columns by the other half."""
-    halves = _halves(layer)
-    if len(halves) != 2:
-        return None
-    for gate, other in (halves, halves[::-1]):
-        end, kind = _activated(gate) or (gate, "")
-        product = _only_reader(end)
-        own = _other_operand(product, _aten.mul.Tensor, end) is other
-        if kind and own and _only_reader(other) is product:
-            value = value_of(product)
-            if same(value.stride(), value.new_empty(value.shape).stride()):
-                return product, _GATED[kind, gate is halves[1]]
-    return None
-
-
-def _halves(layer: Node) -> list[Node]:
-    """Return both halves of a layer's columns, in order, if nothing else of it is read."""
-    like, users = value_of(layer), list(layer.users)
-    if len(users) == 1 and users[0].target in _SPLITS:
-        users = list(users[0].users)
-    columns = like.shape[-1] if like.dim() else 0
-    taken = all(user.target in (operator.getitem, _aten.slice.Tensor) for user in users)
-    if not taken or len(users) != 2 or not isinstance(columns, int) or columns % 2:
-        return []
-    form = (*like.shape[:-1], columns // 2)
-
-    def begins_at(user: Node, column: int) -> bool:
-        half = value_of(user)
-        lies = (half.storage_offset(), *half.stride())
-        return same(half.shape, form) and same(lies, (column, *like.stride()))
-
-    ends = (next((u for u in users if begins_at(u, at)), None) for at in (0, columns // 2))
-    return [user for user in ends if user is not None]
-
-
-def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:
-    """Return the last node of a pattern from a node on, if nothing else reads inner nodes."""
-    found = {pattern[0]: start}
-    for node in pattern[1:]:
-        args = map_arg(node.args, found.__getitem__)
-        readers: Iterator[Node] = iter(next(a for a in args if isinstance(a, Node)).users)
-        same = (u for u in readers if u.target is node.target and u.args == args)
-        match = next((u for u in same if u.kwargs == node.kwargs), None)
-        if match is None:
-            return None
-        found[node] = match
-    *inner, end = found.values()
-    return end if all(set(node.users) <= {*inner, end} for node in inner) else None
 
 
 # ---- sums ----------------------------------------------------------------------------------------
@@ -347,25 +269,25 @@ def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
 
     The sum has the result's type, or is float32 and converted to it. A gate may be float32.
     """
-    at, gate, reader = end, None, _only_reader(end)
+    at, gate, reader = end, None, only_reader(end)
     if like.dtype != torch.float32 and _is_conversion(reader, torch.float32):
-        at, reader = reader, _only_reader(reader)
-    other = _other_operand(reader, _aten.mul.Tensor, at)
+        at, reader = reader, only_reader(reader)
+    other = other_operand(reader, _aten.mul.Tensor, at)
     if other is not None:
         gate = _narrow(other, like.dtype)
         if value_of(gate).dtype not in (like.dtype, torch.float32):
             return None
         if not is_row_of_factors(value_of(gate), like):
             return None
-        at, reader = reader, _only_reader(reader)
-    other = _other_operand(reader, _aten.add.Tensor, at)
+        at, reader = reader, only_reader(reader)
+    other = other_operand(reader, _aten.add.Tensor, at)
     if other is None:
         return None
     residual = _narrow(other, like.dtype)
     if value_of(residual).dtype != like.dtype or not same(value_of(residual).shape, like.shape):
         return None
     if value_of(reader).dtype != like.dtype:
-        reader = _only_reader(reader)
+        reader = only_reader(reader)
         if not _is_conversion(reader, like.dtype):
             return None
     if not same(value_of(reader).stride(), like.stride()):
@@ -373,21 +295,8 @@ def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
     return _Epilogue(reader, activation, residual, gate)
 
 
-def _only_reader(node: Node | None) -> Any:
-    """Return the only reader of a node, or None."""
-    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
-
-
 def _is_conversion(node: Node | None, dtype: torch.dtype) -> bool:
     return node is not None and node.target is _convert and node.args[1] == dtype
-
-
-def _other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
-    """Return the other operand of a product or sum of two tensors, or None."""
-    if node is None or node.target is not target or node.kwargs:
-        return None
-    others = [x for x in node.args if x is not own]
-    return others[0] if len(others) == 1 and isinstance(others[0], Node) else None
 
 
 def _narrow(node: Node, dtype: torch.dtype) -> Node:

@@ -97,7 +97,7 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
     module: Any = None if original is None else original.module
     if module is None:
         own = layer.weight_codes, layer.weight_scale, layer.weight_dtype, layer.rotate
-        weight = dequantised(*own)
+        weight = dequantised(*own, layer.weight_smooth)
     else:
         weight = module.weight.detach().to(layer.weight_codes.device, layer.weight_dtype)
     with torch.device("meta"):
@@ -110,7 +110,10 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
 def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Linear:
     """Return the INT8 layer for a fused layer, with its parts' codes if these fill blocks."""
     first = parts[0]
-    alike = len({part.rotate for part in parts}) == 1
+    smooth = first.weight_smooth
+    alike = len({part.rotate for part in parts}) == 1 and all(
+        _equal(smooth, part.weight_smooth) for part in parts
+    )
     by_channel = alike and {part.strategy for part in parts} == {"channel"}
     in_blocks = {part.strategy for part in parts} == {"block"}
     whole = all(len(part.weight_codes) % BLOCK_SIZE == 0 for part in parts[:-1])
@@ -118,13 +121,14 @@ def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Lin
         codes = torch.cat([part.weight_codes for part in parts])
         scales = torch.cat([part.weight_scale for part in parts])
         layer = Int8Linear(
-            codes, scales, linear.bias, rotate=first.rotate, arch=first.arch, backend=first.backend
-        )
+            codes, scales, linear.bias, rotate=first.rotate, smooth=smooth, arch=first.arch,
+            backend=first.backend,
+        )  # fmt: skip
         layer.weight_dtype = first.weight_dtype
     else:
         layer = Int8Linear.from_linear(
-            linear, strategy=first.strategy, rotate=first.rotate, arch=first.arch,
-            backend=first.backend,
+            linear, strategy=first.strategy, rotate=first.rotate, smooth=smooth if alike else None,
+            arch=first.arch, backend=first.backend,
         )  # fmt: skip
     original = original_of(first)
     if original is not None:
@@ -132,3 +136,8 @@ def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Lin
         keep_original(layer, original.call, f"{home}.{name}" if home else name, linear)
     layer.train(linear.training)
     return layer
+
+
+def _equal(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    """Whether factors of channels are the same, or there are none of both."""
+    return x is y or (x is not None and y is not None and torch.equal(x, y))

@@ -31,3 +31,16 @@ def is_row_of_factors(gate: Any, like: Any) -> bool:
     while groups < len(own) and same(own[groups : groups + 1], of[groups : groups + 1]):
         groups += 1
     return same(own[groups:], [1] * (len(own) - groups))
+
+
+def only_reader(node: Node | None) -> Any:
+    """Return the only reader of a node, or None."""
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
+    """Return the other operand of a product or sum of two tensors, or None."""
+    if node is None or node.target is not target or node.kwargs:
+        return None
+    others = [x for x in node.args if x is not own]
+    return others[0] if len(others) == 1 and isinstance(others[0], Node) else None

@@ -30,6 +30,7 @@ from cupyattn.ops.linear import (
 from cupyattn.quant.activation import columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 from cupyattn.quant.rotation import CONTIGUOUS, group_of, marker, matrix, unrotated
+from cupyattn.quant.smoothing import check_powers
 
 
 def run(
@@ -41,9 +42,11 @@ def run(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     """Quantise x and multiply: the operator's kernel on a CPU or a CUDA device."""
-    (y,) = multiply(x, ((weight, weight_scale, bias),), (activation,), arch, backend, rotate)
+    own = (weight, weight_scale, bias),
+    (y,) = multiply(x, own, (activation,), arch, backend, rotate, smooth)
     return y
 
 
@@ -55,14 +58,15 @@ def _fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, weight_scale, bias, activation, _, _, *rotate = inputs  # if it is no default
+    x, weight, weight_scale, bias, activation, _, _, *rest = inputs  # without defaults
     if activation:
         raise UnsupportedError(
             f"the derivative for 'cupyattn::int8_linear' is not implemented with activation="
             f"{activation!r}: leave it out, and apply torch's own to the result"
         )
-    ctx.save_for_backward(weight, weight_scale)
-    ctx.rotate, ctx.others = next(iter(rotate), None), len(inputs) - 4
+    ctx.rotate, smooth = (*rest, None, None)[:2]
+    ctx.save_for_backward(weight, weight_scale, smooth)
+    ctx.others = len(inputs) - 4
     ctx.dtype, ctx.bias = x.dtype, None if bias is None else bias.dtype
 
 
@@ -70,8 +74,8 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
     """Pass a gradient through the dequantised weight; quantising x counts as the identity."""
     d_x = d_bias = None
     if ctx.needs_input_grad[0]:
-        weight, weight_scale = ctx.saved_tensors
-        read = dequantised(weight, weight_scale, d_y.dtype, ctx.rotate)
+        weight, weight_scale, smooth = ctx.saved_tensors
+        read = dequantised(weight, weight_scale, d_y.dtype, ctx.rotate, smooth)
         d_x = (d_y @ read).to(ctx.dtype)
     if ctx.needs_input_grad[3]:
         rows = d_y if d_y.dim() > 1 else d_y[None]
@@ -89,16 +93,23 @@ def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
 
 
 def dequantised(
-    weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, rotate: str | None = None
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    rotate: str | None = None,
+    smooth: Tensor | None = None,
 ) -> Tensor:
     """Return codes times scales, bit for bit as `cupyattn.weight_dequant` does.
 
-    A rotated weight is rotated back, in float32.
+    A rotated weight is rotated back, in float32. Factors of channels multiply its numbers.
     """
     rows, columns = weight.shape
-    if rotate is not None:
-        signs = matrix(torch.arange(group_of(columns), device=weight.device)).float()
-        return unrotated(weight.float() * weight_scale, rotate, signs).to(dtype)
+    if rotate is not None or smooth is not None:
+        numbers = weight.float() * weight_scale
+        if rotate is not None:
+            signs = matrix(torch.arange(group_of(columns), device=weight.device)).float()
+            numbers = unrotated(numbers, rotate, signs)
+        return (numbers if smooth is None else numbers * smooth).to(dtype)
     if strategy_of_weight(weight.shape, weight_scale.shape) == "channel":
         return (weight.to(torch.float32) * weight_scale).to(dtype)
     scale = weight_scale.repeat_interleave(BLOCK_SIZE, 0)[:rows]
@@ -126,7 +137,7 @@ def _form(name: str, tensor: Tensor | None) -> Described | None:
 int8_linear = define(
     "int8_linear",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, str? arch, "
-    "str? backend, str? rotate=None",
+    "str? backend, str? rotate=None, Tensor? smooth=None",
     "Tensor", run, _fake,
 )  # fmt: skip
 differentiate(int8_linear, _derivative, _save, _join)
@@ -134,8 +145,10 @@ differentiate(int8_linear, _derivative, _save, _join)
 
 #: The present and the former name of a layer's codes in a state dict.
 CODES, FORMER_CODES = "weight_codes", "weight"
+#: The name of a layer's factors of channels, if it has any.
+SMOOTH = "weight_smooth"
 #: A layer's buffers that keep their type when the module is converted.
-_OWN = (CODES, "weight_scale", ROTATION)
+_OWN = (CODES, "weight_scale", ROTATION, SMOOTH)
 
 
 class Int8Linear(torch.nn.Linear):
@@ -160,6 +173,9 @@ class Int8Linear(torch.nn.Linear):
         Goes with `outlier_columns`.
     rotate : {None, "hadamard", "hadamard_contiguous"}
         As for `cupyattn.Int8Linear`.
+    smooth : Tensor, (in,), float32, optional
+        Factors of the channels of x, as for `cupyattn.Int8Linear`. Layers of one input that are
+        compiled share a pass over it if they have the same tensor.
     block_size : int
         Rows and columns of W that share a scale: 128.
     arch, backend : str, optional
@@ -179,7 +195,8 @@ class Int8Linear(torch.nn.Linear):
     `weight_codes` and `weight_scale`; the scales stay float32 when the module is converted. A state
     dict with the codes under ``weight``, as in compressed-tensors, is loaded, too. Of a rotated
     weight it has `weight_rotation`, which only a layer of that rotation loads. A gradient goes
-    to x and to the bias, through the weight that the codes stand for.
+    to x and to the bias, through the weight that the codes stand for. `smooth` is the buffer
+    `weight_smooth`.
 
     `weight` is what other libraries read: a tensor of the type `weight_dtype`, whose numbers are
     made of the codes whenever something reads them. Every write to it is refused, in
@@ -196,6 +213,7 @@ class Int8Linear(torch.nn.Linear):
 
     weight_codes: Tensor
     weight_scale: Tensor
+    weight_smooth: Tensor | None
     #: The type of `weight`: that of the quantised weight, converted with the module.
     weight_dtype: torch.dtype
 
@@ -209,6 +227,7 @@ class Int8Linear(torch.nn.Linear):
         outlier_columns: Sequence[int] = (),
         outlier_weight: Tensor | None = None,
         rotate: str | None = None,
+        smooth: Tensor | None = None,
         block_size: int = BLOCK_SIZE,
         arch: str | None = None,
         backend: str | None = None,
@@ -220,12 +239,15 @@ class Int8Linear(torch.nn.Linear):
             scales = scales.detach().float()
         arrays = LayerArrays(
             _form("codes", codes), _form("scales", scales), _form("bias", bias),
-            _form("outlier_weight", outlier_weight),
+            _form("outlier_weight", outlier_weight), _form("smooth", smooth),
         )  # fmt: skip
         settings = LayerSettings(activation, outlier_columns, block_size, arch, backend, rotate)
         _refuse_outliers(check_layer(arrays, settings).tolist())
         self.register_buffer(CODES, codes)
         self.register_buffer("weight_scale", scales)
+        if smooth is not None and not smooth.is_meta:
+            check_powers(as_array(smooth.detach().cpu()))
+        self.register_buffer(SMOOTH, smooth)
         self.rotate = rotate
         if rotate is not None:
             mark = torch.tensor(marker(rotate, codes.shape[1]), dtype=torch.int32)
@@ -235,7 +257,7 @@ class Int8Linear(torch.nn.Linear):
         self.register_parameter("bias", bias)
         self.out_features = columns_of(codes.shape[0], activation or "")
         self.in_features = codes.shape[1]
-        self.strategy = strategy_of_layer(codes.shape, scales.shape, rotate)
+        self.strategy = strategy_of_layer(codes.shape, scales.shape, rotate, smooth)
         self.activation, self.arch, self.backend = activation, arch, backend
         like_scales = given if given in (torch.float16, torch.bfloat16) else None
         self.weight_dtype = like_scales or torch.get_default_dtype()
@@ -252,15 +274,16 @@ class Int8Linear(torch.nn.Linear):
             For every write, and when numbers are read of codes that are offloaded.
         """
         codes, scales, dtype = self.weight_codes, self.weight_scale, self.weight_dtype
+        how = self.rotate, self.weight_smooth
         if torch.compiler.is_compiling():
             check_readable(self, codes)
-            numbers = dequantised(codes, scales, dtype, self.rotate)
+            numbers = dequantised(codes, scales, dtype, *how)
             return numbers if is_exported() else compiled_weight(numbers)
         like = torch.empty(codes.shape, dtype=dtype, device="meta")
 
         def read() -> Tensor:
             check_readable(self, codes)
-            return dequantised(codes, scales, dtype, self.rotate)
+            return dequantised(codes, scales, dtype, *how)
 
         found = ReadOnlyWeight(like, home_of(self, codes), read)
         found.codes = codes
@@ -319,6 +342,7 @@ class Int8Linear(torch.nn.Linear):
         *,
         strategy: str = "block",
         rotate: str | None = None,
+        smooth: Tensor | None = None,
         activation: str | None = None,
         outlier_columns: Sequence[int] = (),
         outlier_dtype: str | None = None,
@@ -332,7 +356,7 @@ class Int8Linear(torch.nn.Linear):
         weight : Tensor, (out, in), float16, bfloat16 or float32
             Not modified.
         bias : Tensor or Parameter, (out,), optional
-        strategy, rotate, activation, arch, backend
+        strategy, rotate, smooth, activation, arch, backend
             As for `cupyattn.Int8Linear.from_weight`.
         outlier_columns, outlier_dtype
             Left out, as for `Int8Linear`.
@@ -357,11 +381,12 @@ class Int8Linear(torch.nn.Linear):
             raise TypeError(f"weight must be a tensor, got {shown(weight)}")
         # Tensors of inference mode allow neither gradients nor loading.
         with on_device_of(weight), torch.inference_mode(mode=False):
-            made = quantised_weight(as_array(weight), strategy, rotate)
+            factors = None if smooth is None else as_array(smooth)
+            made = quantised_weight(as_array(weight), strategy, rotate, factors)
             codes, scales = map(as_tensor, made)
             made = cls(
-                codes, scales, bias, activation=activation, rotate=rotate, arch=arch,
-                backend=backend,
+                codes, scales, bias, activation=activation, rotate=rotate, smooth=smooth,
+                arch=arch, backend=backend,
             )  # fmt: skip
         made.weight_dtype = weight.dtype
         return made
@@ -420,6 +445,15 @@ class Int8Linear(torch.nn.Linear):
             refusal := self._otherwise_rotated(state_dict, prefix)
         ):
             return refusal
+        own_smooth, other_smooth = self.weight_smooth, state_dict.get(prefix + SMOOTH)
+        if {prefix + CODES, prefix + SMOOTH} & state_dict.keys() and (
+            (own_smooth is None) != (other_smooth is None)
+        ):
+            marks = ["no factors" if x is None else "factors" for x in (other_smooth, own_smooth)]
+            return (
+                f"{prefix}{CODES} have {marks[0]} of channels, the layer has {marks[1]}: load them "
+                "into a layer that was made with smooth alike"
+            )
         for name, own, given in (
             (CODES, self.weight_codes, codes), ("weight_scale", self.weight_scale, scales)
         ):  # fmt: skip
@@ -434,8 +468,10 @@ class Int8Linear(torch.nn.Linear):
     def _otherwise_rotated(self, state_dict: dict[str, Any], prefix: str) -> str:
         """Return that the codes' rotation differs from the layer's, or ""."""
         given = state_dict.get(prefix + ROTATION)
-        marks = [None if given is None else given.tolist()]
-        marks += [None if self.rotate is None else [*marker(self.rotate, self.in_features)]]
+        own = None if self.rotate is None else [*marker(self.rotate, self.in_features)]
+        if given is not None and given.is_meta:  # its numbers come later, with the codes
+            given = torch.tensor(own or [])
+        marks = [None if given is None else given.tolist(), own]
         texts = ["not rotated" if mark is None else f"rotated as {mark}" for mark in marks]
         if marks[0] == marks[1]:
             return ""
@@ -480,13 +516,13 @@ class Int8Linear(torch.nn.Linear):
         traced = isinstance(x, torch.fx.Proxy)  # which has neither shape nor type
         if not traced:
             x = self._checked(x)
+        smooth = self.weight_smooth
         if self.rotate == CONTIGUOUS:
-            group = group_of(self.in_features)
-            runs = x.unflatten(-1, (self.in_features // group, group // RUN, RUN))
-            x = runs.transpose(-3, -2).flatten(-3)  # as cupyattn.quant.rotation.spread
+            x, smooth = self._spread(x), None if smooth is None else self._spread(smooth)
         given = x, self.weight_codes, self.weight_scale, self.bias
         rotate = None if self.rotate is None else "hadamard"
-        options = activation or self.activation or "", self.arch, self.backend, rotate
+        where = self.arch, self.backend, rotate, smooth
+        options: tuple[Any, ...] = activation or self.activation or "", *where
         if torch.compiler.is_compiling():
             epilogues.register()
         y: Tensor
@@ -504,6 +540,12 @@ class Int8Linear(torch.nn.Linear):
             y = int8_linear(*given, *options)
             return y
         return run(*given, *options)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        """Move channels as `cupyattn.quant.rotation.spread` does."""
+        group = group_of(self.in_features)
+        runs = x.unflatten(-1, (self.in_features // group, group // RUN, RUN))
+        return runs.transpose(-3, -2).flatten(-3)
 
     def _checked(self, x: Any) -> Tensor:
         """Return a valid input, in the type of an autocast region."""
@@ -527,6 +569,7 @@ class Int8Linear(torch.nn.Linear):
         named = {
             "in_features": self.in_features, "out_features": self.out_features,
             "bias": self.bias is not None, "strategy": self.strategy, "rotate": self.rotate,
+            "smooth": None if self.weight_smooth is None else True,
             "weight_dtype": self.weight_dtype, "activation": self.activation, "arch": self.arch,
             "backend": self.backend,
         }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import Tensors
 from cupyattn.interop.torch.ops import define, differentiate
-from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
+from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import run
 from cupyattn.plans.norm_quant import VECTORS
@@ -33,6 +33,7 @@ def multiply(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    smooth: Tensor | None = None,
     *,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
@@ -51,8 +52,10 @@ def multiply(
         As for `Int8Linear`.
     rotate : {None, "hadamard"}
         As for `cupyattn.norm_quant`.
+    smooth : Tensor, (in,), float32, optional
+        What rows are multiplied by before they are rotated.
     before : NormQuantSettings, optional
-        Operations on rows before they are quantised, including the rotation.
+        In place of both: the steps on rows before they are quantised.
     vectors : sequence
         Tensors of that pass, in the order of `cupyattn.plans.norm_quant.VECTORS`.
 
@@ -62,7 +65,8 @@ def multiply(
         The result of each layer, in torch's memory, which its CUDA graphs can free.
     """
     dtype = str(x.dtype).removeprefix("torch.")
-    before = before or rotation_before(rotate)
+    if before is None:
+        before, vectors = steps_before(rotate, smooth is not None), (smooth,)
     settings = LayersSettings(dtype, activations, arch, backend, before)
     found: list[Tensor] = run(LAYERS, settings, named(x, layers, vectors), library=_OF_LAYERS)
     return found
@@ -125,13 +129,26 @@ def _layers(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    smooth: Tensor | None = None,
 ) -> list[Tensor]:
+    _check_counts(weights, scales, biases, activations)
     operands = [*zip(weights, scales, biases, strict=True)]
-    return multiply(x, operands, tuple(activations), arch, backend, rotate)
+    return multiply(x, operands, tuple(activations), arch, backend, rotate, smooth)
 
 
 def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
+    _check_counts(weights, *others[:3])
     return results_of(x, [(weight,) for weight in weights], others[2])
+
+
+def _check_counts(*lists: Sequence[Any]) -> None:
+    """Raise unless weights, their scales, biases and activations are of the same layers."""
+    counts = [len(one) for one in lists]
+    if len({*counts}) > 1 or not counts[0]:
+        raise ValueError(
+            "weights, weight_scales, biases and activations must have one entry for each layer, "
+            f"got {', '.join(map(str, counts))}: give None for no bias, and '' for no activation"
+        )
 
 
 class NormedLayers(NamedTuple):
@@ -143,8 +160,10 @@ class NormedLayers(NamedTuple):
     norm_bias: Any
     scale: Any
     shift: Any
-    norm: str
+    norm: str | None
     eps: float
+    #: Of the rows, before they are quantised; "" for none.
+    row_activation: str
     rotate: str | None
     weights: Sequence[Any]
     weight_scales: Sequence[Any]
@@ -165,8 +184,9 @@ class NormedLayers(NamedTuple):
 
     @property
     def before(self) -> NormQuantSettings:
-        """Operations on rows before they are quantised."""
-        return NormQuantSettings(self.norm, None, self.rotate, self.eps, "channel", None)
+        """The steps on rows before they are quantised."""
+        how = self.norm, self.row_activation or None, self.rotate, self.eps
+        return NormQuantSettings(*how, "channel", None)
 
     @property
     def vectors(self) -> tuple[Any, ...]:
@@ -174,8 +194,21 @@ class NormedLayers(NamedTuple):
         return self.norm_weight, self.norm_bias, self.scale, self.shift
 
 
-def _normed_layers(*arguments: Any) -> list[Tensor]:
+def _checked_call(arguments: Sequence[Any]) -> NormedLayers:
+    """Return a call, whose lists are of the same layers and whose epilogue is of one."""
     call = NormedLayers(*arguments)
+    _check_counts(call.weights, call.weight_scales, call.biases, call.activations)
+    if call.residual is not None and len(call.weights) > 1:
+        raise ValueError(
+            f"residual goes with one layer, got {len(call.weights)}: call the operator for each"
+        )
+    if call.gate is not None and call.residual is None:
+        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    return call
+
+
+def _normed_layers(*arguments: Any) -> list[Tensor]:
+    call = _checked_call(arguments)
     return multiply(
         call.x, call.layers, tuple(call.activations), call.arch, call.backend, before=call.before,
         vectors=call.vectors,
@@ -183,29 +216,29 @@ def _normed_layers(*arguments: Any) -> list[Tensor]:
 
 
 def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
-    call = NormedLayers(*arguments)
+    call = _checked_call(arguments)
     return results_of(call.x, call.layers, call.activations)
 
 
 layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
-    "str activation, str? arch, str? backend, str? rotate=None",
+    "str activation, str? arch, str? backend, str? rotate=None, Tensor? smooth=None",
     "Tensor", run_layer, _layer_fake,
 )  # fmt: skip
 layers = define(
     "int8_layers",
     "Tensor x, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, str[] activations, "
-    "str? arch, str? backend, str? rotate=None",
+    "str? arch, str? backend, str? rotate=None, Tensor? smooth=None",
     "Tensor[]", _layers, _layers_fake,
 )  # fmt: skip
 
 
 normed_layers = define(
     "int8_normed_layers",
-    "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str norm, "
-    "float eps, str? rotate, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, "
-    "Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend",
+    "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str? norm, "
+    "float eps, str row_activation, str? rotate, Tensor[] weights, Tensor[] weight_scales, "
+    "Tensor?[] biases, Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend",
     "Tensor[]", _normed_layers, _normed_layers_fake,
 )  # fmt: skip
 
@@ -217,4 +250,13 @@ def _refuse(*_: Any, **__: Any) -> Any:
     )
 
 
+def _refuse_several(*_: Any, **__: Any) -> Any:
+    raise UnsupportedError(
+        "the derivative for several layers in one call is not implemented: call each Int8Linear by "
+        "itself, or call it under torch.no_grad()"
+    )
+
+
 differentiate(layer, _refuse, _refuse)
+differentiate(layers, _refuse_several, _refuse_several)
+differentiate(normed_layers, _refuse_several, _refuse_several)

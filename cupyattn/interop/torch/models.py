@@ -174,7 +174,8 @@ def replace_linear_with_int8(
     activations : mapping of str to Tensor or array, optional
         Inputs of layers, (..., in), by name, as ``record(model).recording.inputs`` has them. They
         decide for each layer between scales of blocks, of channels, and of channels of rotated
-        rows, unless `config` does.
+        rows, unless `config` does. With ``Int8Config(smooth=True)`` their layers get factors of
+        channels.
     advance : callable, optional
         Called with the name of each examined layer, for a progress bar.
 
@@ -249,11 +250,12 @@ def replace_linear_with_int8(
     choice = ""
     if checkpoint is None:
         cls, widths = type(own).__name__, (layer.in_features for _, layer, _ in linear_layers(own))
-        config, chose = with_strategy(config, cls, widths, candidates, activations)
+        config, chose, factors = with_strategy(config, cls, widths, candidates, activations)
         choice = str(chose)
         made = quantised(
-            candidates, config, options, advance, model=type(own).__name__, ways=chose.layers
-        )
+            candidates, config, options, advance, model=type(own).__name__, ways=chose.layers,
+            factors=factors,
+        )  # fmt: skip
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())

@@ -181,7 +181,7 @@ def differentiate(
     operator : OpOverload
         Made by `define`.
     derivative, save : callable
-        As `torch.library.register_autograd` takes them.
+        As `torch.library.register_autograd` takes them; one function that raises refuses gradients.
     join : Join, optional
         Runs all entries of an axis that `torch.func.vmap` maps in one call.
     """
@@ -191,7 +191,10 @@ def differentiate(
 
     def call_without_saving(keyset: Any, *arguments: Any) -> Any:
         refuse_tangents(operator, arguments)
-        if any(autograd_state(arguments)):
+        differentiable, seen = autograd_state(arguments)
+        if differentiable and derivative is save:  # torch's own looks into no list with None
+            derivative()
+        if differentiable or seen:
             return differentiated(keyset, *arguments)
         return kernel(*arguments)
 
@@ -211,6 +214,9 @@ def autograd_state(arguments: Iterable[Any]) -> tuple[bool, bool]:
         if plain or isinstance(x, Tensor):  # others are None, a setting, or refused later
             differentiable = differentiable or x.requires_grad
             seen = seen or not plain or x.is_neg()
+        elif isinstance(x, (list, tuple)):
+            own = autograd_state(x)
+            differentiable, seen = differentiable or own[0], seen or own[1]
     return differentiable and torch.is_grad_enabled(), seen
 
 

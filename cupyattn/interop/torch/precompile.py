@@ -18,7 +18,7 @@ from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import dtype_of
 from cupyattn.interop.torch.linear_parts import named
-from cupyattn.ops.layers import LAYERS, LayersSettings, rotation_before
+from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
@@ -31,6 +31,7 @@ def begin(
     arch: str | None,
     backend: str | None,
     rotate: str | None = None,
+    smooth: Tensor | None = None,
     *,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
@@ -39,10 +40,12 @@ def begin(
 
     Parameters
     ----------
-    x, layers, activations, arch, backend, rotate, before, vectors
+    x, layers, activations, arch, backend, rotate, smooth, before, vectors
         As for that function; the tensors are fake, and only their forms are read. Calls with few
         rows or symbolic lengths are compiled when they first run.
     """
+    if before is None:
+        before, vectors = steps_before(rotate, smooth is not None), (smooth,)
     tensors = named(x, layers, vectors)
     known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
     if x.device.type != "cuda" or backend == "mirror" or not known:
@@ -51,7 +54,6 @@ def begin(
         return
     major, minor = torch.cuda.get_device_capability(x.device)
     forms = tuple((name, tuple(one.shape), one.dtype) for name, one in tensors.items())
-    before = before or rotation_before(rotate)
     _begin(forms, tuple(activations), arch, 10 * major + minor, before)
 
 

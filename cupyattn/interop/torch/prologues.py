@@ -1,8 +1,9 @@
-"""Recognise norms and modulation before INT8 layers in Inductor's graphs.
+"""Recognise norms, modulation and activations before INT8 layers in Inductor's graphs.
 
 They become part of the pass that quantises rows, which computes them in float32. A norm is a
-``LayerNorm`` or ``RMSNorm`` of the last axis, with its weight and bias. Modulation is ``y (1 +
-scale) + shift``.
+``LayerNorm`` or ``RMSNorm`` of the last axis, with its weight and bias. Modulation is
+``y (1 + scale) + shift``. GELU or SiLU may follow them or stand alone. A gated linear unit of the
+halves of a row stands alone. An activation of a layer's result belongs to that layer's product.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from cupyattn.interop.torch.graph_nodes import is_row_of_factors, same, value_of
+from cupyattn.interop.torch.activation_nodes import activated, activation_before
+from cupyattn.interop.torch.graph_nodes import is_row_of_factors, only_reader, same, value_of
 from cupyattn.kernels.row_teams import MOST_CHANNELS
+from cupyattn.problem.row_preparation import EPS
+from cupyattn.quant.activation import GLU
 
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _ADD = (_aten.add.Tensor, _aten.add.Scalar)
@@ -33,12 +37,13 @@ class Prologue(NamedTuple):
     """Operations on the rows of a node, as arguments of `cupyattn.norm_quant`."""
 
     x: Node
-    norm: str
+    norm: str | None
     eps: float
     weight: Node | None
     bias: Node | None
     scale: Node | None
     shift: Node | None
+    activation: str = ""
 
     @property
     def vectors(self) -> Vectors:
@@ -56,20 +61,71 @@ class _Core(NamedTuple):
 
 
 def prologue_of(end: Node) -> Prologue | None:
-    """Return the norm and the modulation whose result is a node, or None.
+    """Return the norm, the modulation and the activation that make a node, or None.
 
     Parameters
     ----------
     end : Node
         The input of layers. Nodes between it and the norm's input must have no other reader.
     """
-    found = _chain(end)
+    found = activation_before(end)
+    if found is None and end.target is _convert and only_reader(source := end.args[0]) is end:
+        found = activation_before(source)
+    if found is None:
+        return _normed(end)
+    start, activation = found
+    if activated(start) is not None and (normed := _normed(start, end)) is not None:
+        return normed._replace(activation=activation)
+    x, halves = _source(start), 1 + (activation in GLU)
+    ours = start.target is torch.ops.cupyattn.int8_linear.default
+    if ours or not _is_of_rows(x, halves) or value_of(x).dtype != value_of(end).dtype:
+        return None
+    return Prologue(x, None, EPS, None, None, None, None, activation)
+
+
+def smoothed(graph: Graph, found: Prologue, factors: Node) -> Prologue:
+    """Return a prologue whose results are multiplied by factors of channels.
+
+    Its vectors are multiplied in float32 instead, where the graph inserts nodes.
+
+    Parameters
+    ----------
+    graph : Graph
+    found : Prologue
+        Without activation.
+    factors : Node
+        (channels,), float32, powers of two.
+    """
+
+    def call(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*(value_of(x) for x in args))
+        return node
+
+    def wide(x: Node) -> Node:
+        return x if value_of(x).dtype == torch.float32 else call(_convert, x, torch.float32)
+
+    def times(x: Node | None) -> Node | None:
+        return None if x is None else call(_aten.mul.Tensor, wide(x), factors)
+
+    scale = found.scale
+    if scale is not None and found.shift is not None:
+        scale = wide(scale)
+    return found._replace(
+        weight=times(found.weight) or factors, bias=times(found.bias), scale=scale,
+        shift=times(found.shift),
+    )  # fmt: skip
+
+
+def _normed(node: Node, end: Node | None = None) -> Prologue | None:
+    """Return the norm and the modulation that make a node, for rows of the type of `end`."""
+    found = _chain(node)
     if found is None:
         return None
     core, steps, between = found
     inner = core.inner | between
-    alone = all(set(one.users) <= inner for one in inner if one is not end)
-    if not alone or value_of(core.x).dtype != value_of(end).dtype:
+    alone = all(set(one.users) <= inner for one in inner if one is not node)
+    if not alone or value_of(core.x).dtype != value_of(end or node).dtype:
         return None
     vectors = _vectors(steps)
     return None if vectors is None else Prologue(core.x, core.norm, core.eps, *vectors)
@@ -196,11 +252,11 @@ def _rms_norm(numbers: Node, factor: Node) -> _Core | None:
     return _Core(_source(x), "rms", eps, {factor, *factor.all_input_nodes, mean, square})
 
 
-def _is_of_rows(x: Node) -> bool:
-    """Whether the pass supports the rows of a tensor."""
+def _is_of_rows(x: Node, halves: int = 1) -> bool:
+    """Whether the pass supports the rows of a tensor, each with so many rows of codes."""
     like = value_of(x)
     width = like.shape[-1] if like.dim() else 0
-    return isinstance(width, int) and 0 < width <= MOST_CHANNELS and _value_is_float(x)
+    return isinstance(width, int) and 0 < width <= halves * MOST_CHANNELS and _value_is_float(x)
 
 
 def _sum_with_number(node: Any) -> tuple[Node | None, float]:

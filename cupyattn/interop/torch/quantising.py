@@ -22,10 +22,10 @@ from cupyattn.checkpoints.analysis import (
     judge,
     report_of,
 )
-from cupyattn.checkpoints.choosing import Choice, Way, choose
+from cupyattn.checkpoints.choosing import Choice, Way, choose, way_by
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
-from cupyattn.checkpoints.predicted_errors import predicted_errors
+from cupyattn.checkpoints.predicted_errors import Errors, predicted_errors
 from cupyattn.checkpoints.roles import PRECISE_ROLES
 from cupyattn.checkpoints.rotated import rotated_codes
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
@@ -35,11 +35,16 @@ from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.ops.linear import quantised_weight
 from cupyattn.ops.weights import weight_quant
-from cupyattn.quant.blocks import AUTO, Int8Config
+from cupyattn.quant.blocks import AUTO, Int8Config, row_strips
+from cupyattn.quant.rotation import rotation_of
+from cupyattn.quant.smoothing import smoothing_factors
 
 #: Short names of the types of weights that can be quantised.
 _NAMES = {text: short for short, text in FLOATS.items()}
 _OTHER = "F64"
+
+#: Elements of a weight on the host that are divided by factors at a time.
+_STRIP = 2**20
 
 #: Codes and scales, on the device of the weight.
 Made = tuple[Tensor, Tensor]
@@ -64,8 +69,8 @@ def with_strategy(
     widths: Iterable[int],
     layers: Mapping[str, nn.Linear] | None = None,
     activations: Activations | None = None,
-) -> tuple[Int8Config, Choice]:
-    """Return a configuration with a chosen strategy, and the reason.
+) -> tuple[Int8Config, Choice, dict[str, Tensor]]:
+    """Return a configuration with a chosen strategy, the reason, and factors of smoothed layers.
 
     Parameters
     ----------
@@ -80,29 +85,69 @@ def with_strategy(
     Raises
     ------
     ValueError
-        For activations of another width, or that are not finite.
+        For activations of another width, or that are not finite; and if all layers with activations
+        are to be smoothed and there are none.
     """
-    config, errors = config or Int8Config(), {}
+    config, layers = config or Int8Config(), layers or {}
+    errors: dict[str, Errors] = {}
+    rows: dict[str, Tensor] = {}
+    tops: dict[str, Tensor] = {}
+    if config.smooth is True and not activations:
+        raise ValueError("smooth=True takes activations: give those of layers by name")
     for name, given in (activations or {}).items():
-        linear = (layers or {}).get(name)
+        linear = layers.get(name)
         if linear is None:
             continue
-        if isinstance(given, Tensor):
-            given = as_array(given.detach().to("cpu", torch.float32))
-        x = np.asarray(given, np.float32)
-        if not x.ndim or x.shape[-1] != linear.in_features or not x.size:
+        x = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given, np.float32))
+        if not x.ndim or x.shape[-1] != linear.in_features or not x.numel():
             raise ValueError(
-                f"activations of {name!r:.80} are {x.shape}, and it takes (..., "
+                f"activations of {name!r:.80} are {tuple(x.shape)}, and it takes (..., "
                 f"{linear.in_features})"
             )
-        if not np.isfinite(x).all():
+        if not torch.isfinite(x).all():
             raise ValueError(f"activations of {name!r:.80} are NaN or infinite: record others")
+        own_rows = x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1])
+        enough = True
         if config.strategy == AUTO and config.rotate in (AUTO, None):
-            weight = as_array(linear.weight.detach().to("cpu"))
-            rows = x.reshape(-1, x.shape[-1])
-            errors[name] = predicted_errors(weight, rows, config.block_size)
+            weight = linear.weight.detach().to("cpu")
+            errors[name] = predicted_errors(
+                as_array(weight), as_array(own_rows), config.block_size
+            )
+            enough = way_by(errors[name], may_rotate=config.rotate == AUTO).strategy == "channel"
+        if config.smooth is True or (config.smooth == AUTO and not enough):
+            rows[name], tops[name] = own_rows, own_rows.abs().amax(0)
+    factors = _factors(tops, layers)
+    for name in errors.keys() & factors.keys():
+        own = factors[name].cpu()
+        weight = layers[name].weight.detach().to("cpu").float() / own
+        made = predicted_errors(as_array(weight), as_array(rows[name] * own), config.block_size)
+        errors[name] = replace(errors[name], smoothed=made.by_channel)
     choice = choose(config.strategy, model, widths, errors, config.rotate)
-    return replace(config, strategy=choice.strategy, rotate=choice.rotate), choice
+    if config.smooth is True:
+        rotate = "hadamard" if config.rotate == AUTO else config.rotate
+        ways = {n: Way("channel", rotation_of(rotate, len(top)), True) for n, top in tops.items()}
+        why = f"{choice.why}; {len(ways)} layers are smoothed, as asked for"
+        choice = replace(choice, layers={**choice.layers, **ways}, why=why)
+    factors = {name: f for name, f in factors.items() if choice.way_of(name).smooth}
+    config = replace(config, smooth=False, strategy=choice.strategy, rotate=choice.rotate)
+    return config, choice, factors
+
+
+def _factors(tops: Mapping[str, Tensor], layers: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
+    """Return factors of channels, one tensor for all layers that have the same largest inputs."""
+    groups: list[list[str]] = []
+    for name, top in tops.items():
+        own = next((g for g in groups if torch.equal(tops[g[0]], top)), None)
+        if own is None:
+            groups.append(own := [])
+        own.append(name)
+    found: dict[str, Tensor] = {}
+    for group in groups:
+        weights = [as_array(layers[name].weight.detach().to("cpu")) for name in group]
+        made = smoothing_factors(as_array(tops[group[0]]), weights)
+        factors = torch.from_numpy(made).to(layers[group[0]].weight.device)
+        found |= dict.fromkeys(group, factors)
+    return found
 
 
 def quantised(
@@ -113,6 +158,7 @@ def quantised(
     *,
     model: str = "",
     ways: Mapping[str, Way] | None = None,
+    factors: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Int8Linear | None, str]]:
     """Yield each layer's name, its INT8 layer or None, and the reason.
 
@@ -129,6 +175,8 @@ def quantised(
         Class of the model, as for `cupyattn.checkpoints.role_of`.
     ways : mapping of str to Way, optional
         The ways of layers to which the configuration does not apply.
+    factors : mapping of str to Tensor, optional
+        Factors of the channels of smoothed layers.
 
     Raises
     ------
@@ -139,7 +187,10 @@ def quantised(
     -----
     Additional memory: on a device less than a large layer, on the host a few megabytes.
     """
-    config, _ = with_strategy(config, model, (layer.in_features for layer in layers.values()))
+    widths = (layer.in_features for layer in layers.values())
+    if ways is None:
+        config, *_ = with_strategy(config, model, widths)
+    config = config or Int8Config()
     check_patterns(config, [f"{name}{WEIGHT}" for name in layers])
     for name in list(layers):
         linear = layers[name]
@@ -147,11 +198,18 @@ def quantised(
         report, made = coded(f"{name}{WEIGHT}", linear.weight.detach(), own, model)
         layer = None
         if made is not None:
-            layer = Int8Linear(*made, linear.bias, rotate=report.rotate, **options)
+            smooth = (factors or {}).get(name)
+            if smooth is not None:
+                smooth = smooth.to(linear.weight.device)
+                made = _smoothed(linear.weight.detach(), report.rotate, smooth)
+            layer = Int8Linear(
+                *made, linear.bias, rotate=report.rotate, smooth=smooth, **options
+            )
             layer.weight_dtype = linear.weight.dtype
         del linear, made  # so that a layer that is dropped leaves memory before the next is read
         why = report.reason
         if layer is not None:
+            why += ", smoothed" if smooth is not None else ""
             why += ", rotated" if layer.rotate else ""
             why += f", by {own.strategy}" if own.strategy != config.strategy else ""
         yield name, layer, why
@@ -205,6 +263,18 @@ def _rotated(w: Tensor, report: TensorReport) -> Made | None:
             return as_tensor(made[0]), as_tensor(made[1])
     codes, scales = rotated_codes(as_array(w.to("cpu").contiguous()), report.rotate)
     return as_tensor(codes), as_tensor(scales)
+
+
+def _smoothed(w: Tensor, rotate: str | None, smooth: Tensor) -> Made:
+    """Return the codes of a weight that is divided by factors, a few rows at a time."""
+    with on_device_of(w):
+        factors = as_array(smooth)
+        parts = [
+            quantised_weight(as_array(w[rows].contiguous()), "channel", rotate, factors)
+            for rows in row_strips((*w.shape,), w.numel() if w.is_cuda else _STRIP)
+        ]
+        codes, scales = (torch.cat([*map(as_tensor, x)]) for x in zip(*parts, strict=True))
+    return codes, scales
 
 
 def _on_device(

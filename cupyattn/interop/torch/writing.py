@@ -36,6 +36,7 @@ from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.offloading import check_not_offloaded
+from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 from cupyattn.version import __version__
 
@@ -111,6 +112,11 @@ class _Codes:
                 f"the {type(model).__name__} has no INT8 layers, so there are no codes to write: "
                 "replace its layers first"
             )
+        if smooth := [name for name, one in layers.items() if one.weight_smooth is not None]:
+            raise UnsupportedError(
+                f"{printable(smooth[0])} has factors of channels (smooth), for which files of "
+                "codes have no place: replace layers without smooth, or save the state dict"
+            )
         self.rotated = any(layer.rotate for layer in layers.values())
         self.dtypes: dict[str, str] = {}
         self.layers: dict[str, list[str]] = {}  # by strategy
@@ -145,6 +151,7 @@ class _Codes:
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
         strategy = MIXED if len(self.layers) > 1 else next(iter(self.layers))
         config = {**asdict(Int8Config()), "strategy": strategy}
+        del config["smooth"]  # of layers in memory
         version = MIXED_VERSION if strategy == MIXED else RECORD_VERSIONS[strategy]
         if strategy == "block":  # the record of version 1
             del config["strategy"]
