@@ -188,7 +188,7 @@ struct BiasGradientParams {
 };
 
 // Hopper forms of the backward pass take it. pack_mask.cu packs the transposed mask, with keys as
-// rows; for sm90/backward_queries_wide.cu the mask itself, in tiles of query rows and steps of keys.
+// rows. For sm90/backward_queries_wide.cu it packs tiles of query rows.
 template <bool>
 struct KeysParams : BackwardParams {};
 template <>

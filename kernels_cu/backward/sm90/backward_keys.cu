@@ -12,8 +12,7 @@
 //              every run. The first block stores its part, the last block stores rows. One warp
 //              waits for the turn, another passes it on. A block waits only for blocks that have
 //              already begun. Hence no deadlock.
-// Scores       Softcap or bias change S during the product dP. Bits of a mask come with Q, lane by
-//              lane, boxes of a bias once those of the step before were added.
+// Scores       Softcap or bias change S during dP. Bits of a mask come with Q, lane by lane.
 // Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
 //              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -35,8 +34,8 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
-// P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then, and those
-// of more columns otherwise, as do those with a bias.
+// P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then, and scores
+// of more columns otherwise, masked or with a bias.
 constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
