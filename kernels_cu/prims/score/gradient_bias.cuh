@@ -52,7 +52,7 @@ __device__ __forceinline__ float biased_score(float S, float scale, float bias) 
 }
 
 // The bias of the scores of a warp, which has the keys [key0, key0 + 16) of a block. Score i of a
-// lane has the query row i / 4 * 8 + lane % 4 * 2 + i % 2, and its key, or key + 8.
+// lane is at query row i / 4 * 8 + lane % 4 * 2 + i % 2. Its key is the lane's, or eight further.
 template <BiasKind>
 struct KeysBias {
   template <typename Smem>
