@@ -6,7 +6,7 @@ from typing import Any
 
 
 class UnsupportedError(NotImplementedError):
-    """An unsupported request; the message says what to use in its place."""
+    """An unsupported request; the message names a replacement."""
 
 
 class RenamedError(UnsupportedError, AttributeError):

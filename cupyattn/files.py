@@ -17,7 +17,7 @@ import numpy as np
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Add a file's name to what goes wrong while it is written: a full disk tells none.
+    """Add a file's name to errors while it is written, since the error of a full disk has none.
 
     Examples
     --------

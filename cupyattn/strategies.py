@@ -1,7 +1,7 @@
 """Inputs to test attention with: a Hypothesis strategy of problems, and kinds of values by name.
 
-`attention_inputs` needs Hypothesis, nothing here needs a GPU. `cupyattn.testing` judges what a
-kernel makes of them.
+`attention_inputs` needs Hypothesis, nothing here needs a GPU. `cupyattn.testing` judges a kernel's
+results for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the environment says: switches that are on or off, and where the logger's messages go."""
+"""Read the environment: switches, and the destination of log messages."""
 
 from __future__ import annotations
 

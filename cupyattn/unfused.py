@@ -47,7 +47,7 @@ def scores(q: Any, k: Any, **options: Unpack[MaskedOptions]) -> Any:
     q : array, (batch, heads, len_q, head_dim)
         float16, bfloat16 or float32: CuPy, NumPy, or anything with DLPack.
     k : array, (batch, heads_kv, len_kv, head_dim)
-        Of q's type; `heads_kv` divides `heads`.
+        Same type as q; `heads_kv` divides `heads`.
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for `cupyattn.attention`.
 
@@ -122,7 +122,7 @@ def weighted_sum(P: Any, v: Any) -> Any:
     Returns
     -------
     o : array, (batch, heads, len_q, head_dim)
-        Of v's type.
+        Same type as v.
 
     Raises
     ------
@@ -173,7 +173,7 @@ class _Scores(_Step):
     name = "scores"
 
     def resolve(self, settings: Mapping[str, Any], arrays: Mapping[str, Described]) -> Problem:
-        """Check queries, keys and what changes scores."""
+        """Check queries, keys and the options that change scores."""
         q, k = arrays["q"], arrays["k"]
         added: dict[str, Any] = {n: arrays[n] for n in ("mask", "bias") if n in arrays}
         check_together(**arrays)

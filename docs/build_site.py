@@ -2,16 +2,18 @@
 
     python -m docs.build_site [FOLDER]
 
-The pages read as plain Markdown, too. Sphinx is given a copy of them in which a link to a file
-outside of docs/ is the name of that file, since the site has no such page.
+The pages read as plain Markdown, too. Sphinx gets a copy of them. There, a link to a file outside
+of docs/ becomes the name of that file, since the site has no such page.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import cupyattn
@@ -90,8 +92,11 @@ def assemble(folder: Path) -> None:
         (folder / name).write_text(text, "utf-8")
 
 
-def main(folder: Path) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Build the site in a folder and return Sphinx's exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "build" / "docs")
+    folder = parser.parse_args(argv).folder.resolve()
     sources = folder / "sources"
     assemble(sources)
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
@@ -102,4 +107,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1] if sys.argv[1:] else ROOT / "build" / "docs").resolve()))
+    sys.exit(main())

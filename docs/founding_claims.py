@@ -32,6 +32,9 @@ class Promise(NamedTuple):
     found: str
 
 
+#: Pages that refute a promise.
+_CLAIMED = "[MATH_REFERENCE, 19](MATH_REFERENCE.md#19-what-the-founding-notes-claimed)"
+_TESTED = "[test](../tests/docs/test_founding_notes.py)"
 PROMISES = (
     Promise("README", "all stages in one kernel, nothing between in memory", SUCCESSOR,
             "scores and weights never are; codes are, unless `cupyattn.QuantConfig(fused=True)`"),
@@ -40,23 +43,24 @@ PROMISES = (
     Promise("README", "one scale for each head", IN_PART,
             '`cupyattn.QuantConfig("head", "head")`; the default is finer, and errs less'),
     Promise("README", "logits are divided by the scales", REFUTED,
-            "they are multiplied: a code times its scale is the number ([MATH_REFERENCE]"
-            "(MATH_REFERENCE.md))"),
+            f"they are multiplied: a code times its scale is the number ({_CLAIMED})"),
     Promise("README", "an element is off by half a scale at most", HOLDS,
             "[MATH_REFERENCE](MATH_REFERENCE.md), and `cupyattn.bounds` for every element"),
     Promise("README", "the maximum is subtracted, so that nothing overflows", HOLDS,
             "[MATH_REFERENCE](MATH_REFERENCE.md)"),
-    Promise("README", "logits are 0 to 1 then", REFUTED, "they are at most 0; weights are 0 to 1"),
+    Promise("README", "logits are 0 to 1 then", REFUTED,
+            f"they are at most 0; weights are 0 to 1 ({_CLAIMED})"),
     Promise("README", "every INT32 is exact in FP32", REFUTED,
-            "up to 2^24 alone; sums of 256 products of codes stay below, so that these are exact"),
+            "up to 2^24 alone; sums of 256 products of codes stay below, so that these are exact "
+            f"({_CLAIMED})"),
     Promise("README", "FP32 to FP16 rounds by about 1e-4", REFUTED,
-            "by up to 2^-11 = 4.9e-4 of the number"),
+            "by up to 2^-11 = 4.9e-4 of the number ([MATH_REFERENCE](MATH_REFERENCE.md))"),
     Promise("README", "no NaN or infinity comes about", IN_PART,
             "none by the arithmetic; those of operands go through, or `check_finite=True` refuses "
             "them"),
     Promise("README", "training converges as in 16 bits", HOLDS,
             "of a small transformer: [dit_fine_tune](../experiments/results/dit_fine_tune.json)"),
-    Promise("README", "compute capability 7.0 and up", REFUTED, "8.0 and up"),
+    Promise("README", "compute capability 7.0 and up", REFUTED, f"8.0 and up ({_CLAIMED})"),
     Promise("README", "A100, H100, RTX 4090", IN_PART,
             "H100 and H200 were measured; the portable form is for 8.0 and up"),
     Promise("README", "lengths of 512 to 16,384, head sizes of 64 to 256", HOLDS,
@@ -77,8 +81,9 @@ PROMISES = (
     Promise("7.2", "sigma is 79.4, 1.0 and 0.002 at steps 0, 500 and 999", IN_PART,
             "80, 2.5 and 0.002 by the notes' own formula, which is "
             "`cupyattn.compute_sigma_schedule(1000)`"),
-    Promise("7.2", "activations grow as sigma does", REFUTED,
-            "not where the network scales its input: [timestep_ablation]"
+    Promise("7.2", "activations grow as sigma does", IN_PART,
+            "the noisy sample does, activations of a network that scales it do not: "
+            "[timestep_ablation]"
             "(../experiments/results/timestep_ablation.json)"),
     Promise("kernels", "rotary embeddings in fa", HOLDS, "`rope=` of every rung"),
     Promise("kernels", "fa_warps: a warp has query rows of its own", HOLDS,
@@ -88,21 +93,26 @@ PROMISES = (
     Promise("kernels", "fa_int8: scales and zero points of a tensor", HOLDS,
             '`cupyattn.QuantConfig("tensor", "tensor", symmetric=False)`'),
     Promise("kernels", "too much shared memory fails silently", REFUTED,
-            "it raises, with the number and the way out"),
+            f"it raises, with the number and the way out ({_TESTED})"),
     Promise("kernels", "ones give 128 / 4096 at length 4,096", REFUTED,
-            "they give 1: weights sum to 1"),
+            f"they give 1: weights sum to 1 ({_TESTED})"),
+    Promise("1.1, 3.2", "P V takes 2 B H N D operations", REFUTED,
+            "2 B H N^2 D, as many as Q K^T ([ladder](../experiments/results/ladder.json))"),
     Promise("kernels", "P in float times V in INT8", HOLDS,
             '`cupyattn.QuantConfig(pv="int8", p_type="16bit")`: P in 16 bits'),
     Promise("linear layers", "Triton kernels", SUCCESSOR, "CUDA C++, compiled at run time"),
     Promise("linear layers", "codes from -128 to 127", SUCCESSOR,
             "-127 to 127, so that a negated weight has negated codes"),
+    Promise("linear layers", "products are in FP32", SUCCESSOR,
+            '`out_dtype="float32"` of `cupyattn.int8_gemm`; 16 bits by default'),
     Promise("linear layers", "blocks of 128 x 128, scales in float32", HOLDS,
             "`cupyattn.weight_quant`; and a scale for each channel"),
     Promise("linear layers", "outliers are found, such layers keep 16 bits", HOLDS,
             "`cupyattn analyze`, `--max-outliers`"),
-    Promise("linear layers", "norms and embeddings stay as they are", HOLDS,
+    Promise("linear layers", "norms, embeddings and final layers stay as they are", HOLDS,
             "`cupyattn.checkpoints.role_of`"),
-    Promise("linear layers", "the VAE keeps its precision", HOLDS, "its layers keep 16 bits"),
+    Promise("linear layers", "the VAE's decoder stays in high precision", HOLDS,
+            "16 bits, never INT8"),
     Promise("linear layers", "large convolutions in INT8", IN_PART,
             "those of 1 x 1 and patches by `cupyattn.interop.torch.linear_convolutions`; larger "
             "ones keep 16 bits: rows of 3 x 3 windows take 9 times the input"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 #: Verdicts on a name of the notes.
-TYPED, SUCCESSOR, REFUTED = "works as typed", "successor", "refuted"
+TYPED, SUCCESSOR = "works as typed", "successor"
 
 
 class Row(NamedTuple):
@@ -167,7 +167,7 @@ NAMES = (
     Row("`quantize_weight`", SUCCESSOR, "`cupyattn.weight_quant`", "raises"),
     Row("`TritonInt8Config`", SUCCESSOR, "`cupyattn.Int8Config`", "raises; same arguments"),
     Row("`min_elements_for_int8`, `max_outlier_ratio`, `symmetric`", TYPED,
-        "arguments of `cupyattn.Int8Config`"),
+        "arguments of `cupyattn.Int8Config`", "`symmetric=False` raises: see the promises"),
     Row("`TritonInt8LinearLayer`", SUCCESSOR,
         "`cupyattn.Int8Linear`, `cupyattn.interop.torch.Int8Linear`",
         "raises; a whole model: `cupyattn.interop.torch.replace_linear_with_int8`"),

@@ -1,4 +1,4 @@
-"""What was measured in place of the founding notes' figures, each in one cell of a table.
+"""Measurements that answer the founding notes' figures, each in one cell of a table.
 
 Every function turns the records that `docs.performance_claims` names beside it into a sentence.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from cupyattn.compiler.contracts import least_shared_bytes
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels import ladder
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.measure.words import format_bytes, format_rate, format_seconds, format_share
 from docs.performance_tables import range_of, rows_of
 from experiments._harness.others import CUDNN, FLASH_2, geometric_mean
@@ -42,9 +43,12 @@ def _ratios(record: Record, name: str, over: str | None = None) -> list[float]:
     return found
 
 
-def int8_speed(record: Record) -> str:
+def int8_speed(ladder: Record, record: Record) -> str:
     whole, codes = (range_of(_ratios(record, name)) for name in (INT8, CODES))
-    return f"{whole} times our own 16-bit fa_tc, quantising included; {codes} with codes given"
+    return (
+        f"{range_of(_ratios(ladder, 'fa_int8', FLASH_2))} times FlashAttention-2, {whole} times "
+        f"our own 16-bit fa_tc, quantising included; {codes} with codes given"
+    )
 
 
 def int8_by_length(record: Record) -> str:
@@ -61,8 +65,11 @@ def int8_by_length(record: Record) -> str:
 
 
 def flash_2(record: Record) -> str:
+    rows = _at(record, 4096)
     return (
-        f"fa_int8 {range_of(_ratios(record, 'fa_int8', FLASH_2))} and fa_tc "
+        f"{rows[FLASH_2]['seconds'] / rows['fa_int8']['seconds']:.2f} times FlashAttention-2 at "
+        f"4,096 and head_dim 128; over all, fa_int8 "
+        f"{range_of(_ratios(record, 'fa_int8', FLASH_2))} and fa_tc "
         f"{range_of(_ratios(record, 'fa_tc', FLASH_2))} times FlashAttention-2 in one run; fa_int8 "
         f"{range_of(_ratios(record, 'fa_int8', CUDNN))} times cuDNN in 16 bits"
     )
@@ -81,7 +88,8 @@ def step_time(record: Record) -> str:
     return (
         f"{format_seconds(seconds['16-bit'])} in 16 bits and "
         f"{format_seconds(seconds['INT8, static by timestep'])} as INT8 for a step of an image, "
-        "of a small transformer of our own"
+        f"{seconds['16-bit'] / seconds['INT8, static by timestep']:.2f} times as fast, of a small "
+        "transformer of our own"
     )
 
 
@@ -150,8 +158,8 @@ def guidance(record: Record) -> str:
     )
 
 
-def latency(record: Record, gains: Record) -> str:
-    int8 = _gain(gains, "calibrated scales")["seconds"]["dynamic"]
+def latency(record: Record, batches: Record) -> str:
+    int8 = _at(batches, 4096)[INT8]["seconds"]
     found = _batch_16(record)
     rows = rows_of(found)
     return (
@@ -214,9 +222,13 @@ def a_head(record: Record) -> str:
 def shared_memory(record: Record) -> str:
     said = {found["form"]: found["rows"][0]["shared_bytes"] for found in record["problems"]
             if found["problem"]["head_dim"] == 128}  # fmt: skip
+    tiles = replace(ladder.lookup("fa_int8").default_tiles(128, "portable"), block_q=64,
+                    block_kv=64)  # fmt: skip
+    as_in_the_notes = _at_least("attn_fa_int8.cu", tiles, head_dim=128, vec=8, dtype=0)
     return (
         f"a block of fa_tc has {format_bytes(said['sm90'])} in its Hopper form, "
-        f"{format_bytes(said['portable'])} in the portable one"
+        f"{format_bytes(said['portable'])} in the portable one; one of fa_int8 with 64 rows and 64 "
+        f"keys, as in the notes, {format_bytes(as_in_the_notes)} at least"
     )
 
 
@@ -352,15 +364,20 @@ def energy_gain(record: Record) -> str:
     return "; ".join(said)
 
 
+def _at_least(source: str, tiles: Tiles, **config: int) -> int:
+    """Return the bytes of shared memory that a source asks for: no device is needed."""
+    defines = tiles.defines() | {f"CFG_{name.upper()}": value for name, value in config.items()}
+    return least_shared_bytes(ModuleSpec(source, tuple(sorted(defines.items()))))
+
+
 def fa_shared_memory() -> str:
-    """Return what the source of fa says, for float32 and head_dim 64: no device is needed."""
+    """Return what the source of fa says, for float32 and head_dim 64."""
     own = ladder.lookup("fa").default_tiles(64, "portable")
     said = []
     for rows, keys in ((32, 32), (64, 64), (128, 64)):
         tiles = replace(own, block_q=rows, block_kv=keys)
-        defines = {**tiles.defines(), "CFG_HEAD_DIM": 64, "CFG_VEC": 1, "CFG_DTYPE": 2}
-        spec = ModuleSpec("attn_fa.cu", tuple(sorted(defines.items())))
-        said.append(f"{least_shared_bytes(spec):,} for {rows} rows of {keys} keys")
+        taken = _at_least("attn_fa.cu", tiles, head_dim=64, vec=1, dtype=2)
+        said.append(f"{taken:,} for {rows} rows of {keys} keys")
     return (
         f"bytes for head_dim 64 in float32: {', '.join(said)}. More than a device has is refused "
         "in a sentence before a launch"

@@ -90,10 +90,10 @@ def errors_by_distribution(accuracy_int8: Record) -> list[str]:
         **accuracy_int8["problems"][0]["problem"]
     )
     lines = [
-        f"Relative error of the result, {shape}, beside float64. *outlier* is N(0, 1) with",
-        "N(0, 100) added to 0.1 % of the entries of Q, K and V; *key-bias* and *value-bias* have",
-        "channels with means of N(0, 4); *tripled* has Q and K times three. Outliers of V are what",
-        "a scale for a whole channel pays for, and what scales by tile are for.",
+        f"Relative error of the result against float64, {shape}. *outlier* is N(0, 1) with",
+        "N(0, 100) added to 0.1 % of the entries of Q, K and V. *key-bias* and *value-bias* have",
+        "channels with means of N(0, 4), and *tripled* has Q and K times three. Outliers of V",
+        "increase the error of scales for whole channels; scales by tile limit it.",
         "",
     ]
     table = []
@@ -112,9 +112,9 @@ def linear_layers(int8_layers: Record) -> list[str]:
     compared = [(s, other) for other in (BF16, COMFY) for s in ours if f"{s} over {other}" in found]
     lines = [
         "A call of `Int8Linear` in torch, with a scale for each row and column (*channel*) or for",
-        "blocks of 128 x 128; x is quantised in the call, and what Python takes is in the time.",
-        f"Ratios are of speed, beside `torch.nn.functional.linear` in BF16 and {COMFY}'s",
-        "`int8_linear`, which is given the codes and scales of *channel*.",
+        "blocks of 128 x 128. The call quantises x, and its time includes Python's.",
+        f"Ratios compare its speed with `torch.nn.functional.linear` in BF16 and {COMFY}'s",
+        "`int8_linear`, which gets the codes and scales of *channel*.",
     ]
     refused = [why for row in int8_layers["rows"] for why in row.get("refused", {}).values()]
     if refused:
@@ -132,11 +132,12 @@ def linear_layers(int8_layers: Record) -> list[str]:
         for row in int8_layers["rows"]
         if "seconds" in row
     ]  # fmt: skip
-    means = [
-        f"{s} over {other} {summary['geometric mean']:.2f} ({summary['least']:.2f})"
-        for s, other in compared
-        if (summary := int8_layers["summary"].get(f"{s} over {other}"))
-    ]
+    means: dict[str, list[str]] = {}
+    for s, other in compared:
+        if summary := int8_layers["summary"].get(f"{s} over {other}"):
+            shown = f"{s} {summary['geometric mean']:.2f} ({summary['least']:.2f})"
+            means.setdefault(other, []).append(shown)
+    over = " ".join(f"Over {other}: {', '.join(some)}." for other, some in means.items())
     host = [
         f"{name} {format_seconds(seconds[0])}"
         for name, seconds in int8_layers.get("host", {}).get("seconds", {}).items()
@@ -147,11 +148,13 @@ def linear_layers(int8_layers: Record) -> list[str]:
     beside = product["ratios"][f"channel over {INT_MM}"]
     return [
         *lines, "", *markdown(header, table), "",
-        f"Geometric means, and the least: {', '.join(means)}.",
+        f"Geometric mean of each ratio, with the least in brackets. {over}",
         "",
         "The product of codes alone, {m:,} x {n:,} x {k:,}, in TOP/s: ".format(**product)
-        + f"{rates}; channel {interval(beside)} of `{INT_MM}`. Just after the last round "
-        + "{sm_clock_mhz:,.0f} MHz and {power_w:.0f} W were read.".format(**product["clocks"]),
+        + f"{rates}. The speed of channel is {interval(beside)} of `{INT_MM}`. Just after the "
+        + "last round, {sm_clock_mhz:,.0f} MHz and {power_w:.0f} W were read.".format(
+            **product["clocks"]
+        ),
         *of_host,
     ]  # fmt: skip
 
@@ -183,8 +186,13 @@ def linear_frechet(record: Record) -> str:
     rows = {row["mode"]: row for row in record["rows"]}
     full = rows["16-bit"]["frechet"][0]
     others = [
-        f"{name} {100 * row['frechet over 16-bit'][0] / full:+.2f} %"
+        "{} {:+.2f} % [{:.2f}, {:.2f}]".format(
+            name, *(100 * x / full for x in row["frechet over 16-bit"])
+        )
         for name, row in rows.items()
         if name not in ("32-bit", "16-bit")
     ]
-    return f"Fréchet distance to real crops {full:.2f} in 16 bits; {', '.join(others)}"
+    return (
+        f"Fréchet distance to real crops {full:.2f} in 16 bits, and with 95 % intervals "
+        f"{', '.join(others)}"
+    )

@@ -51,9 +51,9 @@ class Part:
 def by_length(peers: Record) -> list[str]:
     """Time and rate of fa_tc by length, beside the other libraries."""
     lines = [
-        "Time of a call and TFLOP/s, by length; the ratio is the speed beside the faster of cuDNN",
-        "and FlashAttention-3 in the same rounds, with its 95 % interval. Tokens times heads times",
-        "head_dim are the same in every cell.",
+        "Time of a call and TFLOP/s, by length. The ratio compares the speed with the faster of",
+        "cuDNN and FlashAttention-3 in the same rounds, and has a 95 % interval. Tokens times",
+        "heads times head_dim are the same in every cell.",
     ]
     ratios = {cell["problem"]: cell["ratio"] for cell in peers["against_rival"]["cells"]}
     for head_dim in sorted({found["problem"]["head_dim"] for found in peers["problems"]}):
@@ -94,7 +94,7 @@ def shapes(diffusion_shapes: Record) -> list[str]:
 
 
 def rungs(ladder: Record) -> list[str]:
-    """What each rung is worth, by head_dim."""
+    """Gain of each rung, by head_dim."""
     lines = []
     for found in ladder["problems"]:
         problem = found["problem"]
@@ -141,13 +141,13 @@ def gradients(backward: Record) -> list[str]:
 def components(record: Record) -> list[str]:
     """Time of each part alone, the time saved without it, and their overlap."""
     lines = [
-        "Each part alone is the time of the kernel with the other two left out, less that of the",
-        "kernel with all three left out, whose copies, barriers and stores stay. All as shares of",
-        "the whole kernel's time. An overlap of 1.5 says that the parts, one after the other,",
-        "would take one and a half times as long as they do together; below 1 they wait for each",
-        "other, and take longer together than apart. P V includes rounding P to 16 bits.",
-        "Of fa_int8 there are no rows: parts are left out by patches of a kernel's source, and",
-        "those of [tuning/left_out](../experiments/tuning/left_out) are of fa_tc alone.",
+        "*Alone* is the time of the kernel without the other two parts, less its time without all",
+        "three, when copies, barriers and stores remain. All are shares of the whole kernel's",
+        "time.",
+        "With an overlap of 1.5, the parts one after the other would take one and a half times as",
+        "long as together. Below 1 they wait for each other, and take longer together than apart.",
+        "P V includes rounding P to 16 bits. Patches of a kernel's source leave parts out, and",
+        "[tuning/left_out](../experiments/tuning/left_out) has patches only for fa_tc.",
         "",
     ]
     table = []
@@ -167,8 +167,8 @@ def components(record: Record) -> list[str]:
 def critical_path(record: Record) -> list[str]:
     """The part for which the whole waits, by the time saved without it."""
     lines = [
-        "The part without which the kernel gains most is on the critical path; one that is long",
-        "alone and saves little is hidden behind the others. A part that saves more than it takes",
+        "The part whose removal saves most time is on the critical path. A part that is long alone",
+        "and saves little is hidden behind the others. A part that saves more time than it takes",
         "alone is not hidden: others wait for it.",
         "",
     ]
@@ -195,7 +195,7 @@ def critical_path(record: Record) -> list[str]:
 
 
 def footprint(record: Record) -> list[str]:
-    """What a call takes of the memory pool beside what its plan states."""
+    """Memory that a call takes from the pool, beside the memory that its plan states."""
     lines = [
         "Bytes that the memory pool grows by over one call, O among them, beside what",
         "`cupyattn.plan` states beforehand: workspace and O. A pool that still holds free memory",
@@ -223,10 +223,10 @@ def footprint(record: Record) -> list[str]:
 
 
 def bandwidth_of_decode(decode: Record) -> list[str]:
-    """Bytes of K and V per second where a few queries meet many keys."""
+    """Bytes of K and V per second if few queries attend many keys."""
     lines = [
-        "Bytes of K and V per second of a prepared call where a few queries meet many keys, as a",
-        "share of the bytes that a copy of K and V reads and writes per second in the same rounds.",
+        "Bytes of K and V per second of a prepared call with few queries and many keys. The unit",
+        "is the bytes that a copy of K and V reads and writes per second in the same rounds.",
         "",
     ]
     table = []
@@ -267,11 +267,11 @@ def bank_conflicts(record: Record) -> list[str]:
     """Passes of shared memory and conflicts, by the interpreter and by the device."""
     (found,) = record["problems"]
     lines = [
-        "Passes of shared memory that loads and stores take, and which share of them only bank",
-        "conflicts cause: as the interpreter counts them of the PTX, and as Nsight Compute does.",
-        "DRAM is what the call reads and writes there with cold caches; the least that attention",
-        f"of this shape can move is {format_bytes(found['least_bytes'])}, of which what is written",
-        "may still be in the L2 cache when a kernel ends. Quantising is listed with the rung.",
+        "Passes of loads and stores through shared memory, and the share caused by bank conflicts.",
+        "The interpreter counts them in the PTX, Nsight Compute on the device.",
+        "DRAM is the traffic of the call with cold caches. Attention of this shape moves at least",
+        f"{format_bytes(found['least_bytes'])}, but results may still be in the L2 cache",
+        "when a kernel ends. Quantising is listed with the rung.",
         "",
     ]
     header = ["", "kernel", "passes", "conflicts", "device: passes", "conflicts", "DRAM"]
@@ -280,7 +280,7 @@ def bank_conflicts(record: Record) -> list[str]:
 
 
 def busy_pipes(record: Record) -> list[str]:
-    """Which units of a multiprocessor are busiest."""
+    """Use of the units of a multiprocessor."""
     (found,) = record["problems"]
     metrics = [
         metric for metric in counters.BUSY
@@ -293,8 +293,8 @@ def busy_pipes(record: Record) -> list[str]:
         for kernel in row.get("device", ())
     ]  # fmt: skip
     names = [metric.split(".")[0].partition("__")[2].replace("_", " ") for metric in metrics]
-    return ["How busy each unit is, of what it can sustain.", "", *markdown(["", "kernel", *names],
-            table)]  # fmt: skip
+    text = "Use of each unit, as a share of its sustained rate."
+    return [text, "", *markdown(["", "kernel", *names], table)]
 
 
 # ---- energy, scaling, long sequences -------------------------------------------------------------
@@ -374,7 +374,7 @@ def long_sequences(record: Record) -> list[str]:
 
 
 def diffusion(gains: Record) -> list[str]:
-    """What the ways of diffusion win over the plain call, a line for each way and mode."""
+    """Gain of the ways of diffusion over the plain call, a line for each way and mode."""
     ways: dict[tuple[str, ...], list[float]] = {}
     for row in gains["rows"]:
         if "speed_ratio" in row:
@@ -449,7 +449,7 @@ def tried() -> list[str]:
 
 
 def features(feature_costs: Record) -> list[str]:
-    """Where the cost of every feature stands."""
+    """Link to the cost of every feature."""
     features = {row["feature"] for found in feature_costs["problems"] for row in found["rows"]}
     return [
         f"[FEATURES.md](FEATURES.md) has the time of each of {len(features)} features on each rung,"
@@ -458,7 +458,7 @@ def features(feature_costs: Record) -> list[str]:
 
 
 def quality(dit_quality: Record, dit_memory: Record) -> list[str]:
-    """What INT8 attention does to images."""
+    """Effect of INT8 attention on images."""
     table = [
         [
             row["mode"],
@@ -470,7 +470,7 @@ def quality(dit_quality: Record, dit_memory: Record) -> list[str]:
     header = ["mode", "PSNR to 16 bits, dB", "Fréchet distance to real crops", "memory"]
     return [
         "A diffusion transformer trained on our own kernels; [QUALITY.md](QUALITY.md) says how.",
-        f"*Memory* is the most in use at once in sampling {dit_memory['images']} images, beside",
+        f"*Memory* is the peak in sampling {dit_memory['images']} images, without",
         "the weights.",
         "",
         *markdown(header, table),
@@ -485,7 +485,7 @@ PARTS = (
     Part("Latency and throughput by length", ("peers",), by_length,
          (("book_lengths", "TFLOP/s by length beside cuDNN and FlashAttention"),)),
     Part("8 bits by length", ("peers_int8",), in_8_bits),
-    Part("8 bits by what is attended to", ("accuracy_int8",), errors_by_distribution),
+    Part("8 bits by distribution", ("accuracy_int8",), errors_by_distribution),
     Part("INT8 linear layers", ("int8_layers",), linear_layers),
     Part("Shapes of diffusion models", ("diffusion_shapes",), shapes),
     Part("Gradients", ("backward",), gradients),

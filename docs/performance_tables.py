@@ -1,4 +1,4 @@
-"""What the parts of docs/PERFORMANCE.md have in common: rows of records, and numbers as text."""
+"""Shared code of the parts of docs/PERFORMANCE.md: rows of records, and numbers as text."""
 
 from __future__ import annotations
 

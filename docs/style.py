@@ -1,11 +1,12 @@
-"""Count what STYLE asks to avoid, file by file: words, long sentences, comments without a noun.
+"""Count breaches of the style of this project in each file: words, fragments, long sentences.
 
-    python -m docs.style            # print what each file has
+Without options, it prints the breaches of each file. The options are::
+
     python -m docs.style --update   # write tests/docs/style_counts.json
-    python -m docs.style --words    # print how many words each page has that is written by hand
+    python -m docs.style --words    # print the words of each page that is written by hand
 
-A file may break no rule more often than that list says. `--update` refuses a list whose sums have
-grown; what moves from one file to another may be counted there.
+A file may break a rule only as often as that list says. `--update` refuses a list whose sums have
+grown, but allows breaches that move from one file to another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import itertools
 import json
 import re
 import sys
@@ -31,9 +33,11 @@ MISSING_NOUN = re.compile(
     r"\b(those (?:of|that|which|with|whose)|that which|what (?:is|it|there)|of its own)\b",
     re.IGNORECASE,
 )
+#: First words of a fragment without subject and verb, unless it is a question or says how to do it.
+FRAGMENT = re.compile(r"(?:Of|What|How(?! to)|Which|Where|Who|Whose|That|Those)\b(?![^.]*\?)")
 WORDS_A_SENTENCE = 25
-RULES = ("avoided words", "missing nouns", "long sentences")
-#: Pages that a command writes from elsewhere, and the notebook, which is a diary.
+RULES = ("avoided words", "missing nouns", "long sentences", "fragments")
+#: Pages that a command writes, and the notebook, which is a diary.
 WRITTEN = {"docs/API.md", "tests/README.md", "experiments/results/NOTES.md"}
 SUFFIXES = (".py", ".md", ".cu", ".cuh")
 FOLDERS = ("cupyattn", "kernels_cu", "docs", "experiments", "examples")
@@ -89,7 +93,10 @@ def _paragraphs(text: str) -> Iterator[str]:
 def _of_python(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            for paragraph in re.split(r"\n\s*\n", ast.get_docstring(node) or ""):
+            paragraphs = re.split(r"\n\s*\n", ast.get_docstring(node) or "")
+            for before, paragraph in itertools.pairwise(["", *paragraphs]):
+                if before.endswith("::") and paragraph.startswith(" "):
+                    continue  # formulas and commands, a literal block
                 if paragraph.startswith("Varies "):
                     fields = _ITEMS.split(re.sub(r"^Run .*", "", paragraph, flags=re.M | re.S))
                     yield from (item for field in fields for item in field.split(";"))
@@ -107,6 +114,16 @@ def _of_python(text: str) -> Iterator[str]:
             last = token.start[0]
     if block:
         yield " ".join(block)
+
+
+def beginnings(path: Path) -> Iterator[str]:
+    """Yield the text of each docstring, and each line of comments behind ``#:``."""
+    if path.suffix == ".py":
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield ast.get_docstring(node) or ""
+        yield from re.findall(r"^[ \t]*#: (.*)", text, re.MULTILINE)
 
 
 def sentences(paragraph: str) -> list[str]:
@@ -129,6 +146,7 @@ def counts(path: Path) -> dict[str, int]:
         found["long sentences"] += sum(
             len(one.split()) > WORDS_A_SENTENCE for one in sentences(paragraph)
         )
+    found["fragments"] = sum(FRAGMENT.match(text) is not None for text in beginnings(path))
     return {rule: count for rule, count in found.items() if count}
 
 

@@ -31,9 +31,9 @@ HEAD = (
     "Every table and drawing is written by one command, `python -m docs.write_performance`, from",
     "the records in [experiments/results](../experiments/results); each names its record, device",
     "and revision. A cell held its error bound before it was timed. Times are medians of rounds in",
-    "which all calls of a problem take turns, on inputs that rotate through more than the L2",
-    "cache; intervals are 95 %, by bootstrap. [experiments](../experiments/README.md) has how to",
-    "measure each again.",
+    "which all calls of a problem take turns. Inputs rotate through more memory than the L2 cache.",
+    "Intervals are 95 %, by bootstrap. [experiments](../experiments/README.md) explains how to",
+    "repeat each measurement.",
     "",
     "Of the ladder and of the features, `fa_int8` alone quantises by its default,",
     "`QuantConfig()`, with scales of K for each thread. *balanced* and *aggressive* are accuracy",
@@ -60,16 +60,18 @@ def records(names: Iterable[str]) -> list[dict[str, Any]] | None:
 
 
 def source(name: str, record: Mapping[str, Any]) -> str:
-    """Return one line: where a record lies, what made it, on what, at which revision."""
+    """Return one line about a record: its file, command, device and revisions."""
     environment = record["environment"]
     facts = environment.get("device") or {}
     device = facts.get("name", "no device")
     if facts.get("driver"):
         device += f", driver {facts['driver']}"
     revision = environment.get("revision") or "unknown"
+    others = merging.other_revisions(record).items()
     return (
         f"[{name}.json](../experiments/results/{name}.json): `{recording.command_now(record)}`, "
-        f"{device}, revision {revision[:10]}{merging.of_another_revision(record)}"
+        f"{device}, revision {revision[:10]}"
+        + "".join(f". Revision {at}: {what}" for at, what in others)
     )
 
 
@@ -111,10 +113,10 @@ def claims_lines() -> list[str]:
     return [
         f"## {CLAIMS_TITLE}",
         "",
-        "This library began as a plan, the founding notes, which is not in this repository: text",
-        "and pseudo-code with figures for an A100, before there was a kernel. The record of each",
-        "line names the device of what was measured.",
-        "A figure *of another device* says nothing beside what was measured on ours.",
+        "This library began as a plan, the founding notes, which is not in this repository. It had",
+        "text and pseudo-code with figures for an A100, before there was a kernel. The record of",
+        "each line names the device of the measurement.",
+        "A figure *of another device* cannot be compared with a measurement on ours.",
         "",
         *recording.markdown(header, rows),
         "",
@@ -141,16 +143,17 @@ def roofline_lines() -> list[str]:
         "",
         *(f"From {source(name, record)}." for name, record in zip(needs, found, strict=True)),
         "",
-        "The ceilings are measured, not printed on a box: the fastest product of two matrices in",
-        f"16 bits ({top['fp16'] / 1e12:.0f} TFLOP/s, torch) and in INT8 with scales of blocks "
-        f"({top['int8'] / 1e12:,.0f} TOP/s), and the fastest copy "
-        f"({top['bytes'] / 1e12:.2f} TB/s).",
-        f"They meet at {top['fp16'] / top['bytes']:.0f} operations per byte; attention of n queries"
-        " and n keys",
-        "has n / 2, so that only few queries are bound by memory. fa_tc reaches",
-        f"{best['tflops']:.0f} TFLOP/s at most, {best['tflops'] * 1e12 / top['fp16']:.2f} of the "
-        "fastest product. Bytes are those that must",
-        "move, each once.",
+        "The ceilings are measured. The fastest product of two matrices in 16 bits has",
+        f"{top['fp16'] / 1e12:.0f} TFLOP/s (torch), the fastest in INT8 with scales of "
+        f"blocks {top['int8'] / 1e12:,.0f} TOP/s. The fastest copy has "
+        f"{top['bytes'] / 1e12:.2f} TB/s.",
+        f"They meet at {top['fp16'] / top['bytes']:.0f} operations per byte. Attention of n "
+        "queries and n keys",
+        "has n / 2 operations per byte, so memory bounds only calls with few queries. The largest",
+        f"rate of fa_tc is {best['tflops']:.0f} TFLOP/s, "
+        f"{best['tflops'] * 1e12 / top['fp16']:.2f} of the "
+        "fastest product. Each byte that must",
+        "move counts once.",
         "",
     ]
 

@@ -158,9 +158,8 @@ def when_int8_pays(blocks: Mapping[str, Any]) -> list[str]:
     steps, eager = ratios(f"{WAYS[-1]}, compiled", "steps_ratio"), ratios(WAYS[-1], "steps_ratio")
     slower = {name: ratio for name, ratio in eager.items() if ratio < 1}
     lines = [
-        "**When INT8 pays.** The speed of a pass with attention and linear layers in INT8, over "
-        "that of the compiled",
-        f"model: {_by(both)}. INT8 attention alone is {alone[0]} times as",
+        "**When INT8 pays.** INT8 attention and layers multiply a compiled pass's speed by",
+        f"{_by(both)}. INT8 attention alone is {alone[0]} times as",
         f"fast (in 16 bits {alone[1]}), INT8 linear layers alone {alone[2]}. Ten steps with both:",
         f"{_by(steps)}.",
     ]

@@ -48,7 +48,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Event:
-    """What a warp does: its kind, and the number of the tile or barrier that it concerns."""
+    """An event of a warp: its kind, and the number of its tile or barrier."""
 
     kind: str
     name: str

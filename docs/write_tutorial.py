@@ -100,7 +100,7 @@ def times(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
 
 
 def written_provenance(page: str, record: Mapping[str, Any]) -> list[str]:
-    """What the times were taken of."""
+    """Description of the timed problem."""
     environment = record["environment"]
     (problem, *_) = (
         cell["problem"] for cell in record["problems"] if SHOWN.items() <= cell["problem"].items()
@@ -116,7 +116,7 @@ def written_provenance(page: str, record: Mapping[str, Any]) -> list[str]:
 
 
 def written_count(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:
-    """How large the whole diff is."""
+    """Size of the whole diff."""
     counts = changed(left, right).values()
     gone, come = (sum(count[i] for count in counts) for i in (0, 1))
     names = f"`{file_of(left)}` and `{file_of(right)}`"
@@ -145,7 +145,7 @@ def written_diff(
 
 
 def written_rest(page: str, record: Mapping[str, Any], left: str, right: str) -> list[str]:
-    """How many lines the sections have that the page does not show."""
+    """Number of lines of sections that the page does not show."""
     rest = [
         f"| {TITLES[section]} | −{gone} +{come} |"
         for section, (gone, come) in changed(left, right).items()

@@ -1,4 +1,4 @@
-"""The budget of quick tests: what keeps exceeding it fails by its name, and nothing else does."""
+"""The budget of quick tests: only a test that repeatedly exceeds it fails, by its name."""
 
 from __future__ import annotations
 

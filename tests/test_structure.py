@@ -1,4 +1,4 @@
-"""The shape of the source tree, held by tests: what may stand where, and who may import whom."""
+"""The structure of the source tree: the place of each kind of file, and the allowed imports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HOUSE: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-#: What stands in no folder.
+#: Files that are in no folder.
 FLAT = {
     "errors", "files", "switches", "version", "lazy_face", "unfused", "distributions",
     "strategies", "__main__",
@@ -134,7 +134,7 @@ def imports(path: Path, *, lazy: bool = True, types: bool = False) -> tuple[str,
 
 
 def called(node: ast.Call) -> str:
-    """The last name of what is called: that of a function, or of an attribute."""
+    """The last name of a called expression: of a function or of an attribute."""
     return str(getattr(node.func, "id", getattr(node.func, "attr", "")))
 
 
@@ -153,7 +153,7 @@ RANK[""] = len(HOUSE)  # the package itself
 
 
 def packages_of(names: Iterable[str]) -> set[str]:
-    """The packages, or flat modules, of those of the names that are ours."""
+    """The packages or flat modules of the names that belong to cupyattn."""
     return {name.split(".")[1] for name in names if name.startswith("cupyattn.")}
 
 
@@ -227,7 +227,7 @@ def test_extras_are_imported_only_when_asked_for() -> None:
 
 
 def test_scipy_is_imported_where_it_is_needed() -> None:
-    """Its import takes longer than that of everything else that a command needs."""
+    """Its import takes longer than all other imports of a command."""
     top = {dotted(path) for path in MODULES if any(
         name.partition(".")[0] == "scipy" for name in imports(path, lazy=False)
     )}  # fmt: skip
@@ -300,7 +300,7 @@ def test_functions_of_the_core_take_eight_parameters_at_most() -> None:
 
 def callers(name: str) -> list[str]:
     """The modules that call a function by its name, once for each call: alone, behind a module, or
-    as a method. ``resolve()`` without arguments is that of a path."""
+    as a method. ``resolve()`` without arguments is a path's method."""
     return [
         dotted(path)
         for path in MODULES
@@ -351,7 +351,7 @@ def test_a_call_is_resolved_in_one_place() -> None:
 
 
 def depth(node: ast.AST) -> int:
-    """How many blocks of a function lie within one another."""
+    """Return the depth of nested blocks of a function."""
     blocks = ast.If | ast.For | ast.While | ast.With | ast.Try
     return max(
         (depth(child) + isinstance(child, blocks) for child in ast.iter_child_nodes(node)),
@@ -360,7 +360,7 @@ def depth(node: ast.AST) -> int:
 
 
 def test_a_prepared_call_reads_straight() -> None:
-    """The arrays as they come, or those that are looked at, copied or imported first."""
+    """The arrays as given, or arrays that are examined, copied or imported first."""
     (prepared,) = (node for _, node in classes() if node.name == "Prepared")
     own = {node.name: node for node in prepared.body if isinstance(node, ast.FunctionDef)}
     assert depth(own["__call__"]) == 2 and depth(own["_otherwise"]) == 2
@@ -375,7 +375,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def test_an_option_of_a_call_is_written_once() -> None:
-    """What asks for more than attention does holds its settings, and says no option again."""
+    """Functions with more arguments than attention contain its settings, and repeat no option."""
     assert [module for module, node in classes() if node.name == "Settings"] == [
         "cupyattn.problem.settings"
     ]
@@ -417,7 +417,7 @@ def reads_a_form(node: ast.AST) -> bool:
 
 
 def test_calls_are_known_in_one_way() -> None:
-    """By what `Recent.find` makes of forms: those of arrays, and those of torch's tensors."""
+    """`Recent.find` looks calls up by forms, of arrays and of torch's tensors."""
     readers = [dotted(path) for path in PYTHON if any(map(reads_a_form, nodes_of(path)))]
     assert readers == ["cupyattn.arrays.form", "cupyattn.interop.torch.bridge"]
     made = {

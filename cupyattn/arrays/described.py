@@ -384,7 +384,7 @@ def aligned_copy(array: Any) -> Any:
 
 
 def padded_copy(array: Any, width: int) -> Any:
-    """Return a copy whose rows begin `width` elements apart; what lies between is not set."""
+    """Return a copy whose rows begin `width` elements apart; elements in between are not set."""
     wide = _library(array).empty((*array.shape[:-1], width), array.dtype)
     found = wide[..., : array.shape[-1]]
     found[...] = array

@@ -1,4 +1,4 @@
-"""Which library an array belongs to, and the types that arrays are stored in."""
+"""Find the library of an array, and the storage types of arrays."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ def _check_class(name: str, array: Array) -> None:
     if kind not in PLAIN and not isinstance(array, np.generic):
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
-                f"{name} must hold no masked array, whose mask would be ignored: pass x.filled(0) "
-                "or x.data, and give attention the keys that count as mask= (True: attend)"
+                f"{name} must not be masked, because the mask would be ignored: pass "
+                "x.filled(0) or x.data, and give attention the keys that count as mask= (True: "
+                "attend)"
             )
         said = f"got {kind.__module__}.{kind.__qualname__}: pass np.asarray(x)"
         if not isinstance(array, np.ndarray):

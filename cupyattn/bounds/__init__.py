@@ -1,8 +1,9 @@
 """Bounds of the errors of kernels and of quantisation, element by element, in float64.
 
-`attention` bounds what a kernel does to the operands that it received (J2, rounding points R2 to
-R7). `quantisation` bounds what INT8 operands do to the caller's arrays (J3, R1). Both are computed
-from the actual inputs and scales, never from an output. docs/MATH_REFERENCE.md has the proofs.
+`attention` bounds the error of a kernel on the operands that it received (J2, rounding points R2
+to R7). `quantisation` bounds the error of INT8 operands relative to the caller's arrays (J3, R1).
+Both are computed from the actual inputs and scales, never from an output. docs/MATH_REFERENCE.md
+has the proofs.
 """
 
 from __future__ import annotations

@@ -85,6 +85,30 @@ def assemble(terms: dict[str, Array], lse: Array) -> Bound:
     return Bound({tag: merge_heads(t) * REFERENCE for tag, t in terms.items()}, merge_heads(lse))
 
 
+def shares(P: Array, errors: Sequence[Array], delta_o: Array) -> list[Array]:
+    """Split the effect of a perturbation of scores among its parts, by Σ p_j d_j."""
+    xp = array_namespace(P)
+    parts = [(P * r).sum(axis=-1, keepdims=True) for r in errors]
+    whole = sum(parts)
+    safe = xp.where(whole > 0, whole, 1.0)
+    return [xp.where(whole > 0, part / safe, 1 / len(parts)) * delta_o for part in parts]
+
+
+def promised(
+    terms: dict[str, Array], attends: Array, usable: Array, fits: Array, spoilt: Array
+) -> dict[str, Array]:
+    """Return terms, infinite where nothing is promised: in R4, R6 or R7, by the reason.
+
+    `attends` and `usable` are of rows, `fits` of elements of O, and `spoilt` of columns of V.
+    """
+    xp = array_namespace(usable)
+    terms = {tag: xp.where((attends & usable)[..., None], x, 0.0) for tag, x in terms.items()}
+    terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
+    terms["R6"] = xp.where(spoilt, xp.inf, terms["R6"])
+    terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
+    return terms
+
+
 def exact(block: ScoreBlock) -> tuple[Array, Array, Array, Array, Array]:
     """Return P, lse, finite values, the output and which channels hold a non-finite value."""
     xp = array_namespace(block.S)

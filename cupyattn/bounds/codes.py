@@ -40,7 +40,7 @@ from cupyattn.reference.exact import ScoreBlock
 
 #: Products that one instruction over 8-bit floats adds to its accumulator.
 FP8_PRODUCTS = 32
-#: Between these limits, factors of codes are normal numbers and sums in units of codes are finite.
+#: Limits between which factors of codes are normal numbers and sums in units of codes are finite.
 #: J2 alone judges channels whose largest value is less or whose sum of magnitudes may be more.
 LEAST_VALUES, LARGEST_SUM = 2.0**-80, 2.0**100
 #: Only the other bound judges rows whose denominators may lose more than this share.

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.kinds import FINITE_MAX, NEG_INF, Array, array_namespace, as_float64
 from cupyattn.bounds import values
-from cupyattn.bounds.bound import Bound, assemble, empty, exact
+from cupyattn.bounds.bound import Bound, assemble, empty, exact, promised, shares
 from cupyattn.bounds.perturbation import gamma, softmax_perturbation
 from cupyattn.bounds.scores import (
     FAR_BELOW,
@@ -99,7 +98,7 @@ def bound_foreign(received: KernelCall, n: Numerics, *, rows: Array | None = Non
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+        raise ValueError("numerics must be a result of cupyattn.testing.numerics")
     call, options = received.kernel.call, received.scores
     if received.quantized is not None:
         raise ValueError(
@@ -292,8 +291,8 @@ def block_bound(
     cost, fits = values.store(o, size + r7, n)
     r7 = r7 + cost
 
-    shares = _shares(P, (r1, r2, r3, r4), delta_o)
-    terms = dict(zip(TERMS, (*shares, r5, r6, r7), strict=True))
+    of_scores = shares(P, (r1, r2, r3, r4), delta_o)
+    terms = dict(zip(TERMS, (*of_scores, r5, r6, r7), strict=True))
     terms["R1"] = terms["R1"] + of_codes
     terms["R4"] = terms["R4"] + flushed + far_keys(far, v)
 
@@ -304,12 +303,8 @@ def block_bound(
         usable &= size_q.max(axis=-1) * sigma * 2 <= FINITE_MAX[f.scaled_q]
     usable &= xp.where(admitted, xp.abs(S), 0.0).max(axis=-1) <= MAX_FLOAT
     fits &= total_v <= (FINITE_MAX["float16"] / 2 if f.accumulate == "float16" else MAX_FLOAT)
-    for tag, term in terms.items():
-        term = xp.where(xp.isnan(term), xp.inf, term)
-        terms[tag] = xp.where((attends & usable)[..., None], term, 0.0)
-    terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
-    terms["R6"] = xp.where(spoilt, xp.inf, terms["R6"])
-    terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
+    terms = {tag: xp.where(xp.isnan(term), xp.inf, term) for tag, term in terms.items()}
+    terms = promised(terms, attends, usable, fits, spoilt)
 
     lse = xp.where(xp.isfinite(lse), lse, 0.0)
     delta_lse = delta_lse - xp.log1p(-xp.minimum(theta_l, 1 - U64)) + LOG_ERROR
@@ -336,12 +331,3 @@ def _rises(S: Array, known: Array, admitted: Array, f: Foreign) -> tuple[Array, 
     S, known, admitted = (x[..., ::-1] for x in (S, known, admitted))
     after_back, rises_back, *_ = count_rises(S, known, admitted, 1)
     return xp.maximum(after, after_back[..., ::-1]), xp.maximum(rises, rises_back)
-
-
-def _shares(P: Array, errors: tuple[Any, ...], delta_o: Array) -> list[Array]:
-    """Split the effect of the scores' perturbation among R1 to R4, by Σ p_j d_j."""
-    xp = array_namespace(P)
-    parts = [(P * r).sum(axis=-1, keepdims=True) for r in errors]
-    whole = sum(parts)
-    safe = xp.where(whole > 0, whole, 1.0)
-    return [xp.where(whole > 0, part / safe, 1 / len(parts)) * delta_o for part in parts]

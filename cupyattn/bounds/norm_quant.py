@@ -6,22 +6,16 @@ import math
 
 import numpy as np
 
-from cupyattn.arrays.kinds import FINITE_MAX, Array, as_float64
+from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.bounds.perturbation import gamma
-from cupyattn.bounds.products import (
-    ACTIVATION_ERROR,
-    ACTIVATION_TINY,
-    TINY,
-    gated_error,
-)
+from cupyattn.bounds.products import TINY, activated
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
 from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.kernels.row_teams import RUN, held_of, lanes_of
-from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, gate_and_other
 from cupyattn.quant.blocks import BLOCK_SIZE, by_column
 from cupyattn.quant.rotation import group_of, rotated
 from cupyattn.quant.row_steps import RowSteps
-from cupyattn.reference.gemm import Float64, activate
+from cupyattn.reference.gemm import Float64
 from cupyattn.reference.norm_quant import Vectors, exact_affine
 
 
@@ -53,7 +47,7 @@ def norm_quant_error(x: Array, scales: Array, steps: RowSteps, vectors: Vectors)
             y, error = _normalised(y, steps)
         if vectors.any:
             y, error = _affine(y, error, vectors.by_row(len(y)))
-        y, error = _activated(y, error, steps.activation)
+        y, error = activated(y, error, steps.activation)
         made = as_float64(scales)
         if steps.rotate is not None:
             group = group_of(y.shape[-1])
@@ -101,20 +95,6 @@ def _affine(z: Float64, error: Float64, vectors: Vectors) -> tuple[Float64, Floa
     y = g * z + h
     error = np.abs(z) * of_g + error * (np.abs(g) + of_g) + of_h
     return y, (error + U * (np.abs(y) + error) + TINY) * REFERENCE
-
-
-def _activated(y: Float64, error: Float64, activation: str) -> tuple[Float64, Float64]:
-    """Return activated rows, and their error (N3)."""
-    if activation in GLU:
-        error = np.where(np.abs(y) + error <= FINITE_MAX["float32"], error, np.inf)
-        gates, of_gates = (gate_and_other(one, activation)[0] for one in (y, error))
-        own = ACTIVATION_ERROR * (np.abs(gates) + of_gates) + ACTIVATION_TINY
-        error, y = gated_error(y, error, activation, own), activate(y, activation)
-        return y, (error + U * (np.abs(y) + error) + TINY) * REFERENCE
-    if activation:
-        own = ACTIVATION_ERROR * (np.abs(y) + error) + ACTIVATION_TINY
-        error, y = ACTIVATION_SLOPE[activation] * error + own, activate(y, activation)
-    return y, error
 
 
 def _spread(error: Float64, group: int) -> Float64:

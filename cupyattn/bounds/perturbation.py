@@ -88,7 +88,7 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
     Parameters
     ----------
     value, expected, bound : array
-        Of one shape, float64.
+        Arrays of equal shape, float64.
 
     Returns
     -------
@@ -112,6 +112,15 @@ def ratio_to_bound(value: Array, expected: Array, bound: Array) -> Array:
     garbage = ~xp.isfinite(expected) & xp.isfinite(value)
     ratio = xp.where(garbage | ((bound == 0) & ~promised), xp.inf, ratio)
     return xp.where((value == expected) | (xp.isnan(value) & xp.isnan(expected)), 0.0, ratio)
+
+
+def worst_of(ratio: Array) -> tuple[float, tuple[int, ...]]:
+    """Return the largest ratio and its index, or 0 for an empty array."""
+    if ratio.size == 0:
+        return 0.0, ()
+    index = np.unravel_index(int(ratio.argmax()), ratio.shape)
+    at = tuple(int(i) for i in index)
+    return float(ratio[at]), at
 
 
 def softmax_perturbation(

@@ -89,18 +89,7 @@ def gemm_error(
             c += as_float64(bias)
             error = error + U * (np.abs(c) + error)  # G3
         error = error * REFERENCE
-        if activation in GLU:
-            # A sum past float32 is infinite, and may be multiplied by 0.
-            error = np.where(np.abs(c) + error <= FINITE_MAX["float32"], error, np.inf)
-            gates, of_gates = (gate_and_other(x, activation)[0] for x in (c, error))
-            own = ACTIVATION_ERROR * (np.abs(gates) + of_gates) + ACTIVATION_TINY  # G4
-            error = gated_error(c, error, activation, own)
-            c = activate(c, activation)
-            error = (error + U * (np.abs(c) + error) + TINY) * REFERENCE  # G7
-        elif activation:
-            own = ACTIVATION_ERROR * (np.abs(c) + error) + ACTIVATION_TINY  # G4
-            error = ACTIVATION_SLOPE[activation] * error + own
-            c = activate(c, activation)
+        c, error = activated(c, error, activation)
         if residual is not None:
             factor = 1.0 if gate is None else as_float64(by_row(gate, len(c)))
             # A product past float32 is infinite, whatever its factor.
@@ -109,6 +98,21 @@ def gemm_error(
             error = (error + U * (np.abs(c) + error) + TINY) * REFERENCE  # G6
         error = error + half_ulp(np.abs(c) + error, out_dtype)  # G5
         return np.where(np.abs(c) + error <= FINITE_MAX[out_dtype], error, np.inf)
+
+
+def activated(x: Float64, error: Float64, activation: str) -> tuple[Float64, Float64]:
+    """Return activated numbers, and their error: G4 and G7 of a product, N3 of rows."""
+    if activation in GLU:
+        # A number past float32 is infinite, and may be multiplied by 0.
+        error = np.where(np.abs(x) + error <= FINITE_MAX["float32"], error, np.inf)
+        gates, of_gates = (gate_and_other(one, activation)[0] for one in (x, error))
+        own = ACTIVATION_ERROR * (np.abs(gates) + of_gates) + ACTIVATION_TINY  # G4
+        error, x = gated_error(x, error, activation, own), activate(x, activation)
+        return x, (error + U * (np.abs(x) + error) + TINY) * REFERENCE  # G7
+    if activation:
+        own = ACTIVATION_ERROR * (np.abs(x) + error) + ACTIVATION_TINY  # G4
+        error, x = ACTIVATION_SLOPE[activation] * error + own, activate(x, activation)
+    return x, error
 
 
 def affine_error(

@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace
 from cupyattn.bounds import tensor_core, values
-from cupyattn.bounds.bound import exact, of_block
+from cupyattn.bounds.bound import exact, of_block, promised, shares
 from cupyattn.bounds.perturbation import (
     gamma,
     rounding_of_mean,
@@ -207,8 +207,9 @@ def block_bound(block: ScoreBlock, shared: Shared) -> tuple[dict[str, Array], Ar
     rows = Rows.of(block, shared)
     sums = _sums(rows)
     r7, fits = _stored(rows, sums.size)
-    shares = _shares(rows.P, rows.score)
-    terms = {tag: share * rows.delta_o for tag, share in zip(TERMS, shares, strict=False)}
+    score = rows.score
+    found = shares(rows.P, (score.r2, score.r3, score.r4), rows.delta_o)
+    terms = dict(zip(TERMS, found, strict=False))
     terms["R4"] = terms["R4"] + sums.flushed
     terms |= {"R5": sums.r5, "R6": sums.r6, "R7": r7}
     delta_lse = rows.delta_lse + rows.score.shift - xp.log1p(-xp.minimum(sums.theta_l, 1 - U64))
@@ -332,10 +333,7 @@ def _promised(
     largest_weight = xp.maximum(xp.minimum(score.slack, 99.0), n.headroom)
     codes = 256.0 if n.by_tile else 1.0  # sums of codes are larger than sums of P by this factor
     fits &= rows.total_v * codes * xp.exp2(largest_weight + 1)[..., None] <= MAX_FLOAT
-    terms = {tag: xp.where((attends & usable)[..., None], x, 0.0) for tag, x in terms.items()}
-    terms["R4"] = xp.where((attends & ~usable)[..., None], xp.inf, terms["R4"])
-    terms["R6"] = xp.where(rows.spoilt, xp.inf, terms["R6"])
-    terms["R7"] = xp.where(attends[..., None] & ~fits, xp.inf, terms["R7"])
+    terms = promised(terms, attends, usable, fits, rows.spoilt)
     delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
     return terms, xp.where(overflows, xp.inf, delta_lse)
 
@@ -374,14 +372,6 @@ def _mantissa_share(score: Perturbed) -> Array:
     upper = score.exponent + uncertain
     share = xp.exp2(xp.minimum(2 * uncertain - (upper - xp.floor(upper)), 0.0))
     return share * REFERENCE
-
-
-def _shares(P: Array, score: Perturbed) -> list[Array]:
-    """Split the effect of the scores' perturbation among R2, R3 and R4, by Σ p_j d_j."""
-    xp = array_namespace(P)
-    errors = [(P * r).sum(axis=-1, keepdims=True) for r in (score.r2, score.r3, score.r4)]
-    whole = sum(errors)
-    return [xp.where(whole > 0, part / xp.where(whole > 0, whole, 1.0), 1 / 3) for part in errors]
 
 
 def _lse_bound(

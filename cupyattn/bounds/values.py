@@ -21,7 +21,7 @@ from cupyattn.kernels.numerics import (
 )
 from cupyattn.kernels.tiles import Tiles
 
-#: Relative error of e4m3: half a unit in the last of 4 bits, and what scaling adds.
+#: Relative error of e4m3: half a unit in the last of 4 bits, and the error of scaling.
 E4M3_RELATIVE = 2.0**-4 + 2.0**-20
 #: Largest relative distance of a tile's largest weight from the largest code, beside M's rounding.
 CODES_RELATIVE = 2.0**-19
@@ -79,7 +79,7 @@ def aligned_products(weights: Array, step: Array, magnitude: Array, scale: Array
     magnitude : (..., keys, head_dim) array
         Magnitudes of the values.
     scale : (..., 1, head_dim) array
-        Of the channels of V.
+        Scales of the channels of V.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def dropped_by_shifts(unit: Array, scale: Array) -> Array:
     unit : (..., rows, steps) array
         As `units` returns them.
     scale : (..., 1, head_dim) array
-        Of the channels of V.
+        Scales of the channels of V.
 
     Returns
     -------
@@ -203,7 +203,7 @@ def rounding_of_values(size: Array, scale: Array, n: Numerics) -> Array:
     Parameters
     ----------
     size, scale : array
-        Of one shape.
+        Arrays of equal shape.
     n : Numerics
     """
     xp = array_namespace(size)

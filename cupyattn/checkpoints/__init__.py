@@ -1,4 +1,4 @@
-"""Checkpoints in and out: what INT8 would do to a model, and the model as INT8.
+"""Read and write checkpoints: predict the effect of INT8 on a model, and convert the model.
 
 Nothing here needs torch, or more memory than a model's largest tensor three times.
 """

@@ -1,4 +1,4 @@
-"""Files of activations: plain safetensors of what layers get, or a recording of a model."""
+"""Files of activations: plain safetensors of layers' inputs, or a recording of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mapped(path: str | os.PathLike[str], header: Header, name: str) -> Array:
 
 
 def read_activations(path: str | os.PathLike[str], source: Source) -> dict[str, Array]:
-    """Return what layers of a checkpoint get, as `analyze` takes it.
+    """Return the inputs of a checkpoint's layers, for `analyze`.
 
     Parameters
     ----------

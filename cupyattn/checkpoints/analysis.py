@@ -58,7 +58,7 @@ class TensorReport:
     name, dtype, shape, role
         `dtype` by its name in safetensors files; `role` as of `role_of`.
     sha256 : str
-        Of its bytes.
+        Hash of its bytes.
     nonfinite : int
         Elements that are NaN or infinite.
     largest : float
@@ -248,7 +248,7 @@ class Analysis:
             of_channels = sum(t.recommended == "channel" for t in tried)
             lines.append(
                 f"On the activations given, scales of channels err at most {CHANNEL_LIMIT} times "
-                f"as much as those of blocks in {of_channels} of {len(tried)} layers"
+                f"as much as scales of blocks in {of_channels} of {len(tried)} layers"
             )
         lines.append(
             f"In all {format_bytes(totals['bytes'])} become {format_bytes(totals['bytes_out'])}: "
@@ -273,7 +273,7 @@ class Analysis:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Analysis:
-        """Read what ``cupyattn analyze --output`` wrote, and judge it.
+        """Read a file of ``cupyattn analyze --output``, and check it.
 
         Raises
         ------
@@ -295,7 +295,7 @@ class Analysis:
                 record["source"], Int8Config(**given), tensors, str(record.get("choice", ""))
             )
             if found.sha256 != record["sha256"]:
-                raise ValueError("its tensors are not those that its hash was made of")
+                raise ValueError("its tensors do not match its hash")
             # An earlier version may have judged the same findings in another way.
             return found.with_config(found.config)
         except (
@@ -373,7 +373,7 @@ def analyze(
 def _chosen(
     source: Source, config: Int8Config, model: str, samples: Mapping[str, Array]
 ) -> Choice:
-    """Return what shares a scale, by activations, or by the family and width of a model."""
+    """Return the strategy of scales, by activations, or by the family and width of a model."""
     if config.strategy != AUTO or config.rotate not in (AUTO, None):
         return choose(config.strategy, rotate=config.rotate)
     errors = {
@@ -420,7 +420,7 @@ def judge(report: TensorReport, config: Int8Config) -> TensorReport:
 
 
 def _verdict(report: TensorReport, config: Int8Config) -> tuple[str, str, str]:
-    """Return verdict, type and reason; what stands before a colon in a reason is its kind."""
+    """Return verdict, type and reason; the text before a colon in a reason is its kind."""
     dtype = report.dtype
     if dtype not in FLOATS:
         return "keep", dtype, "no 16- or 32-bit float"
@@ -461,7 +461,7 @@ def _in_16_bits(report: TensorReport, config: Int8Config, why: str) -> tuple[str
 def _examine(
     name: str, info: TensorInfo, tensor: Array, config: Int8Config, model: str
 ) -> TensorReport:
-    """Return what does not depend on the limits of a configuration."""
+    """Return the facts that do not depend on the limits of a configuration."""
     errors = None
     if has_codes(info) and tensor.size:
         errors = weight_errors(tensor, config.block_size, config.strategy)

@@ -67,7 +67,7 @@ class Part:
     count : int
         How often a block has it; all other figures are of one.
     bytes_16, bytes_int8 : int
-        Of weights; of attention the scratch memory.
+        Bytes of weights, or of attention's scratch memory.
     error_16, error_int8 : float
         Relative L2 error of the output against float64.
     ok : bool

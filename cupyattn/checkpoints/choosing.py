@@ -30,7 +30,7 @@ LIMIT, ROTATED_LIMIT = 1.15, 1.3
 
 @dataclass(frozen=True)
 class Way:
-    """How the weight of a layer becomes codes: arguments of `Int8Linear.from_weight`."""
+    """Choices for the codes of a layer's weight, as arguments of `Int8Linear.from_weight`."""
 
     strategy: str
     rotate: str | None = None
@@ -46,7 +46,7 @@ class Choice:
     Parameters
     ----------
     strategy : {"block", "channel"}
-        Of a model whose layers all have one; channels, rotated or not, if no layer needs blocks.
+        The common strategy of a model: channels, rotated or not, if no layer needs blocks.
     why : str
     layers : mapping of str to Way
         What layers get whose activations were looked at.
@@ -63,7 +63,7 @@ class Choice:
         return f"scales by {self.strategy}: {self.why}"
 
     def way_of(self, layer: str) -> Way:
-        """Return what a layer gets in a model whose layers may differ."""
+        """Return the way of a layer in a model whose layers may differ."""
         return self.layers.get(layer, Way(self.strategy, self.rotate))
 
 
@@ -74,7 +74,7 @@ def choose(
     errors: Mapping[str, Errors] | None = None,
     rotate: str | None = AUTO,
 ) -> Choice:
-    """Return what shares a scale in a model, and in its layers.
+    """Return the strategy of scales for a model, and for its layers.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def choose(
     widths : iterable of int
         Channels that its linear layers take.
     errors : mapping of str to Errors, optional
-        Of layers whose activations are known.
+        Errors of layers whose activations are known.
     rotate : {"auto", None, "hadamard"}
         As for `Int8Config`.
 
@@ -142,6 +142,6 @@ def _way(one: Errors, *, may_rotate: bool) -> Way:
 
 
 def _ratio(one: Errors, way: Way) -> float:
-    """Return the error of channels, rotated if the layer is, as a multiple of that of blocks."""
+    """Return the error of channels, rotated if the layer is, relative to the error of blocks."""
     error = one.rotated if way.rotate and one.rotated is not None else one.channel
     return error / one.block if one.block else 1.0

@@ -124,8 +124,8 @@ def dequantize_codes(source: Source, codes: Codes, dtype: str) -> Array:
 def check_codes(source: Source, codes: Codes, w: Array) -> str | None:
     """Describe an error of a dequantised weight, or return None.
 
-    Nothing of `dequantize_codes` is used: packed codes are put together bit by bit, scales and zero
-    points are repeated block by block, and the product is float64, which holds it exactly.
+    Nothing of `dequantize_codes` is used: packed codes are assembled bit by bit, and scales and
+    zero points are repeated block by block. The product is exact in float64.
 
     Parameters
     ----------

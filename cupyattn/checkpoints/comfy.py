@@ -37,7 +37,7 @@ Settings = Mapping[str, Any]
 
 
 def settings_of(source: Source) -> dict[str, Settings]:
-    """Return what a file of ComfyUI says of its layers, by name; empty for other files.
+    """Return a ComfyUI file's settings of its layers, by name; empty for other files.
 
     Raises
     ------
@@ -111,7 +111,7 @@ def our_codes(codes: Array) -> Array:
     Parameters
     ----------
     codes : array, (out, in), int8
-        Of a weight in groups of neighbours.
+        Codes of a weight that was rotated in groups of neighbouring channels.
 
     Returns
     -------

@@ -71,7 +71,7 @@ def _leads_out(file: Path) -> bool:
     """Whether a file is a link to a place outside of its folder.
 
     A snapshot in the cache of Hugging Face consists of links to the folder ``blobs`` of the same
-    model, which therefore counts as a part of the snapshot.
+    model. That folder therefore counts as a part of the snapshot.
     """
     folder, real = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
     homes = [folder]

@@ -1,4 +1,4 @@
-"""A model as INT8, and back: which tensor becomes what, and whether it did."""
+"""Convert a model to INT8, and back: plan each tensor, and check the result."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Conversion:
         return sum(self.files.values())
 
     def summary(self) -> str:
-        """Return one line that says what was written."""
+        """Return one line about the written model."""
         verb = "Wrote and checked" if self.written else "Would write"
         files = counted(len(self.files), "file")
         return f"{verb} {files}, {format_bytes(self.nbytes)}: {self.target}"
@@ -123,7 +123,7 @@ def convert(
     config : Int8Config, optional
         That of the analysis when omitted.
     analysis : Analysis, optional
-        Of the same model; made first when omitted.
+        Analysis of the same model; made first when omitted.
     export : {"compressed-tensors", "deepseek"}
         Whose names: scales are ``weight_scale`` or ``weight_scale_inv``. Convolutions get 16 bits.
     max_shard_bytes : int
@@ -146,7 +146,7 @@ def convert(
         If something cannot be read or written, there is too little room, or `output` exists.
     ValueError
         If the model is damaged, quantised already, holds NaN or infinities, or is not the one that
-        was analysed; or if what was read back is not what was to be written.
+        was analysed; or if the files that were read back differ from the plan.
     UnsupportedError
         As `open_checkpoint`.
 
@@ -190,8 +190,8 @@ def convert(
     int8 = work.layers(int8=True)
     if int8:  # else the model has no codes, and is none that was quantised
         record[QUANTIZATION] = layout.quantization_config(
-            export, analysis.config.block_size, int8, work.layers(int8=False),
-            analysis.config.strategy, rotated=any(t.rotate for t in analysis.tensors),
+            export, analysis.config.block_size, {analysis.config.strategy: int8},
+            work.layers(int8=False), rotated=any(t.rotate for t in analysis.tensors),
         )  # fmt: skip
     plan = writer.plan(source, items, work, record or None, max_shard_bytes)
     return _write(plan, work, target, analysis, dry_run, advance)
@@ -368,7 +368,7 @@ class _ToInt8:
         tensor = self.source.read(t.name)
         if t.verdict != "int8":
             narrowed = tensor.astype(DTYPES[t.dtype_out], copy=False)
-            return None if _same_bytes(narrowed, found[t.name]) else "its bytes are others"
+            return None if _same_bytes(narrowed, found[t.name]) else "its bytes differ"
         codes, scales, *mark = (found[name] for name in item.outputs)
         if t.rotate:
             if mark[0].tolist() != [*marker(t.rotate, t.shape[1])]:
@@ -449,7 +449,7 @@ class _FromInt8:
             return check_codes(self.source, codes, w)
         tensor = self.source.read(item.name)  # types are only widened, which can be undone
         same = _same_bytes(w.astype(tensor.dtype, copy=False), tensor)
-        return None if same else "its bytes are others"
+        return None if same else "its bytes differ"
 
 
 def _same_bytes(a: Array, b: Array) -> bool:

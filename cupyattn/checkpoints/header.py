@@ -73,12 +73,12 @@ class TensorInfo:
 
     @property
     def elements(self) -> int:
-        """How many numbers it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """Number of bytes."""
         return self.elements * int(DTYPES[self.dtype].itemsize)
 
     @property
@@ -106,7 +106,7 @@ class Header:
 
     @functools.cached_property
     def file_size(self) -> int:
-        """How many bytes the file has."""
+        """Number of bytes of the file."""
         return self.data_start + max((t.end for t in self.tensors.values()), default=0)
 
 

@@ -153,7 +153,7 @@ def optimize_kandinsky(
 
 
 def describe(source: Source, config: dict[str, Any]) -> KandinskyModel:
-    """Return what names, shapes and a configuration say of a model.
+    """Return a description of a model from names, shapes and a configuration.
 
     Raises
     ------

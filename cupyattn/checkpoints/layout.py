@@ -1,14 +1,14 @@
-"""How INT8 weights are called in files that others read, and what config.json says of them.
+"""Names and descriptions of INT8 weights in files that other libraries read.
 
-``compressed-tensors`` is the library of that name (0.20: `int-quantized`, strategy `block`), which
-vLLM and transformers read; ``deepseek`` has the names of DeepSeek's own files, which SGLang reads
-as `blockwise_int8`. In both a weight is ``codes * scale``: `weight_scale_inv` is no inverse.
+``compressed-tensors`` is the format of that library (0.20: `int-quantized`, strategy `block`),
+which vLLM and transformers read. ``deepseek`` has the names of DeepSeek's files, which SGLang
+reads as `blockwise_int8`. In both a weight is ``codes * scale``: `weight_scale_inv` is no inverse.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,11 @@ SCALE_NAMES = {"compressed-tensors": "weight_scale", "deepseek": "weight_scale_i
 WEIGHT = ".weight"
 QUANTIZATION = "quantization_config"
 #: The name of our record among a file's strings, and its versions by the groups that share a scale.
-#: Readers of the first version alone know only blocks. The last is for files with rotated weights.
+#: Readers of the first version alone know only blocks. Files with rotated weights have a version,
+#: and files with both strategies, whose layers ``config.json`` names by strategy.
 RECORD, RECORD_VERSIONS = "cupyattn", {"block": 1, "channel": 2}
-ROTATED_VERSION = 3
+ROTATED_VERSION, MIXED_VERSION = 3, 4
+MIXED = "mixed"
 #: Bytes of the tensor that says how a weight is rotated (`cupyattn.quant.rotation.marker`), I32.
 MARKER_BYTES = 8
 
@@ -47,26 +49,24 @@ def scale_name(weight: str, export: str) -> str:
 def quantization_config(
     export: str,
     block_size: int,
-    layers: Sequence[str],
+    layers: Mapping[str, Sequence[str]],
     ignore: Sequence[str],
-    strategy: str = "block",
     *,
     rotated: bool = False,
 ) -> dict[str, Any]:
-    """Return what ``config.json`` says of the quantisation.
+    """Return the quantisation settings in ``config.json``.
 
     Parameters
     ----------
     export : str
         One of `SCALE_NAMES`.
     block_size : int
-    layers : sequence of str
-        Linear layers whose weights are codes. They are named one by one: readers that see files and
-        no model take every ``weight`` for one of a linear layer.
+    layers : mapping of str to sequence of str
+        Linear layers whose weights are codes, by the groups that share a scale, ``"block"`` or
+        ``"channel"``; ``"deepseek"`` has a name for blocks alone. They are named one by one:
+        readers that see files and no model take every ``weight`` for one of a linear layer.
     ignore : sequence of str
         Other linear layers; vLLM wants to be told of each.
-    strategy : {"block", "channel"}
-        Groups that share a scale; ``"deepseek"`` has a name for blocks alone.
     rotated : bool
         Whether some weights are rotated. The method then has a name of this library, since readers
         that do not rotate activations must not take the codes for codes of plain weights.
@@ -78,6 +78,20 @@ def quantization_config(
             "weight_block_size": [block_size, block_size],
             "ignored_layers": list(ignore),
         }
+    return {
+        "quant_method": OWN_METHOD if rotated else METHOD,
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": _group(strategy, block_size, names)
+            for i, (strategy, names) in enumerate(layers.items())
+        },
+        "ignore": list(ignore),
+    }
+
+
+def _group(strategy: str, block_size: int, layers: Sequence[str]) -> dict[str, Any]:
+    """Return the group of ``config.json`` for layers of one strategy."""
     int8 = {"num_bits": 8, "type": "int", "symmetric": True}
     weights: dict[str, Any] = {"strategy": "channel"}
     activations: dict[str, Any] = {"strategy": "token"}
@@ -85,17 +99,9 @@ def quantization_config(
         weights = {"strategy": "block", "block_structure": [block_size, block_size]}
         activations = {"strategy": "group", "group_size": block_size}
     return {
-        "quant_method": OWN_METHOD if rotated else METHOD,
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": list(layers),
-                "weights": {**int8, **weights, "dynamic": False},
-                "input_activations": {**int8, **activations, "dynamic": True},
-            }
-        },
-        "ignore": list(ignore),
+        "targets": list(layers),
+        "weights": {**int8, **weights, "dynamic": False},
+        "input_activations": {**int8, **activations, "dynamic": True},
     }
 
 
@@ -144,8 +150,8 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     for text in records:
         try:
             record = json.loads(text)
-            if record["version"] > ROTATED_VERSION:
-                raise ValueError(f"version {record['version']} is later than {ROTATED_VERSION}")
+            if record["version"] > MIXED_VERSION:
+                raise ValueError(f"version {record['version']} is later than {MIXED_VERSION}")
             dtypes |= record["dtypes"]
             rotated |= {*record.get("rotated", ())}
             config_of = record["config"]
@@ -160,6 +166,9 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
     size, strategy = stored.pop()
     if stored or type(size) is not int or size < 1:
         raise ValueError(f"{where}: its record of {RECORD!r} is damaged: it names no block_size")
+    if strategy == MIXED:
+        schemes = read_schemes(config.get(QUANTIZATION), where)
+        return Layout(schemes, dtypes, ours=True, rotated=frozenset(rotated))
     if strategy not in RECORD_VERSIONS:
         raise ValueError(f"{where}: its record of {RECORD!r} is damaged: strategy {strategy!r:.40}")
     scheme = by_channel() if strategy == "channel" else square(size)

@@ -1,4 +1,4 @@
-"""Checkpoints that torch pickled: read by torch, told to build tensors and nothing else."""
+"""Read checkpoints that torch pickled, by torch's loader that builds only tensors."""
 
 from __future__ import annotations
 

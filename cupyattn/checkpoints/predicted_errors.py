@@ -41,7 +41,7 @@ class Errors:
 
 
 def predicted_errors(weight: Array, x: Array, block_size: int = BLOCK_SIZE) -> Errors:
-    """Return the relative errors of a layer's product by what shares a scale.
+    """Return the relative errors of a layer's product, by strategy of scales.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ def _what_next(source: Source) -> str:
         return _RUN
     kinds = sorted({_kind(one) for one in found.values()})
     what = f"{counted(len(found), 'weight')} in codes of {' and of '.join(kinds)}"
-    if len(kinds) == 1 and all(map(_runs, found.values())):
+    if all(map(_runs, found.values())):
         return f"{_RUN} ({what})"
     return f"{_DEQUANTIZE}, since its codes do not run as they are ({what})"
 

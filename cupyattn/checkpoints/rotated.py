@@ -16,7 +16,7 @@ from cupyattn.quant.rotation import arranged, gathered, group_of, matrix, rotate
 from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.norm_quant import Vectors, norm_quant_mirror
 
-#: What happens to the rows of a rotated weight.
+#: The step that rotates the rows of a weight.
 _STEPS = RowSteps(None, "", "hadamard", EPS, "channel")
 
 

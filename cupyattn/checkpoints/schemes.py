@@ -1,4 +1,4 @@
-"""Which tensors of a quantised checkpoint are codes, and what turns each into numbers.
+"""Find the tensors of a quantised checkpoint that are codes, with the scheme of each.
 
 A weight is ``(codes - zero points) * scales``. In every strategy a block of rows and columns shares
 a scale. It is the whole weight per tensor, one row per channel, and a part of a row per group.
@@ -45,7 +45,7 @@ _OF_CONFIG = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of one group of layers are stored.
+    """Storage scheme of the weights of one group of layers.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Scheme:
 
     @property
     def strategy(self) -> str:
-        """Name of what shares a scale: one of `STRATEGIES`."""
+        """The strategy of scales: one of `STRATEGIES`."""
         if self.rows is None:
             return "tensor"
         if self.rows > 1:
@@ -106,7 +106,7 @@ class Codes:
         Tensors.
     zero_points : str or None
     shape : (int, int)
-        Of the weight.
+        Shape of the weight.
     block : (int, int)
         Rows and columns that share a scale.
     scheme : Scheme
@@ -128,7 +128,7 @@ class Codes:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
-        """How many blocks there are, down and across."""
+        """Number of blocks, down and across."""
         return -(-self.shape[0] // self.block[0]), -(-self.shape[1] // self.block[1])
 
 

@@ -115,7 +115,7 @@ def outlier_limit(mean_square: Array) -> Array:
 def weight_errors(
     w: Array, block_size: int, strategy: str, made: tuple[Array, Array] | None = None
 ) -> WeightErrors:
-    """Return what codes do to a weight.
+    """Return the errors of a weight's codes.
 
     Parameters
     ----------

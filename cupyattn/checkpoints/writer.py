@@ -61,7 +61,7 @@ class Item:
 
 
 class Work(Protocol):
-    """How tensors are made, and judged once they are on the disk."""
+    """Makes tensors, and judges them once they are on the disk."""
 
     def make(self, item: Item) -> dict[str, Array]:
         """Return the outputs of an item."""
@@ -241,7 +241,7 @@ def write(plan: Plan, work: Work, target: Path, advance: Callable[[str], None]) 
     OSError
         If something cannot be written or read, or there is too little room on the disk.
     ValueError
-        If what was read back is not what was to be written.
+        If the files that were read back differ from the plan.
     """
     partial = _partial(target)
     if not partial.exists():
@@ -372,7 +372,7 @@ def _go_on(partial: Path, plan: Plan, advance: Callable[[str], None]) -> dict[st
                     advance(item.name)
                     advance(item.name)
                 continue
-            LOG.warning("%s is not what was written: it is written again", printable(str(file)))
+            LOG.warning("%s is damaged: it is written again", printable(str(file)))
         file.unlink()
     return kept
 
@@ -424,7 +424,7 @@ def _write_shard(path: Path, shard: Shard, work: Work, advance: Callable[[str], 
             os.fsync(file.fileno())
     written = SafetensorsCheckpoint(path, [path])
     if written.headers[path] != shard.header:
-        raise ValueError(f"{path}: the header that was read back is another")
+        raise ValueError(f"{path}: the header that was read back differs")
     for item in shard.items:
         fault = _fault(item, work, {name: written.read(name) for name in item.outputs}, checksums)
         if fault:
@@ -450,7 +450,7 @@ def _fault(
     """Describe an error of tensors that were read back, or return None."""
     fault = work.check(item, found)
     if fault is None and any(sha256_of(x) != checksums[name] for name, x in found.items()):
-        fault = "its bytes are not those that were written"
+        fault = "its bytes differ from the written bytes"
     return fault
 
 
@@ -468,10 +468,10 @@ def _check_whole(model: Path, plan: Plan) -> None:
     found = {path.name: path.stat().st_size for path in model.iterdir()}
     if found != plan.files:
         other = sorted(set(found.items()) ^ set(plan.files.items()))
-        raise ValueError(f"{model} is not what was to be written: {other[0][0]} differs")
+        raise ValueError(f"{model} differs from the plan in {other[0][0]}")
     planned = {n: info for shard in plan.shards for n, info in shard.header.tensors.items()}
     if open_checkpoint(model).tensors != planned:
-        raise ValueError(f"{model} holds other tensors than were to be written")
+        raise ValueError(f"{model} has other tensors than planned")
 
 
 def _sync(folder: Path) -> None:

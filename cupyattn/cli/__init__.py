@@ -1,4 +1,4 @@
-"""The `cupyattn` command: one module for each sub-command, nothing imported before it is needed."""
+"""The `cupyattn` command: one module for each sub-command, imported when it is needed."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ COMMANDS = {
     "ladder": "every rung on one input: error against its bound, time, memory",
     "ablate": "every rung and every choice of INT8 arithmetic on one input: error, bound, time",
     "compare": "two records of one experiment side by side: faster, slower, same, undecided",
-    "report": "records as one page of HTML: bars of what was timed, numbers of what was found",
-    "verify": "hold the rungs to float64 on every distribution; exit status 1 where one fails",
+    "report": "records as one page of HTML: bars of times, tables of numbers",
+    "verify": "compare the rungs with float64 on every distribution; exit status 1 if one fails",
     "profile": "run one rung for a profiler: time, energy, NVTX range, Nsight Compute",
-    "plan": "launches, scratch memory and memory of a call beforehand, on one device or several",
+    "plan": "predict launches, scratch memory and memory of a call, on one device or several",
     "interpret": "run one rung without a device: findings, instructions, bytes, bank conflicts",
-    "judge": "hold any function that computes attention to its error bound, on drawn problems",
-    "mutate": "plant faults in a CUDA source, one at a time: which does your own test notice",
-    "advise": "what INT8 will gain in a diffusion transformer, from shapes and stored rates",
-    "trial": "run a pipeline of your own native and accelerated in turns: time, memory, pictures",
-    "analyze": "what INT8 would do to a model's weights, and how much it would save",
+    "judge": "check any function for attention against its error bound, on drawn problems",
+    "mutate": "plant faults in a CUDA source, one at a time, and see which your test notices",
+    "advise": "predict the gain of INT8 in a diffusion transformer, from shapes and stored rates",
+    "trial": "run your pipeline native and accelerated in turns: time, memory, pictures",
+    "analyze": "predict the effect of INT8 on a model's weights, and the saved memory",
     "convert": "write a checkpoint whose large linear layers have INT8 weights",
-    "dequantize": "write an INT8 checkpoint as one that every loader takes",
+    "dequantize": "convert an INT8 checkpoint to one that every loader reads",
     "kandinsky": "write the transformer of Kandinsky 5 with INT8 weights",
     "calibrate": "static INT8 scales for each layer of a recorded model",
     "benchmark": "time the linear layers of a checkpoint in 16 bits and as INT8",
-    "info": "device, driver, NVRTC, what is supported, where things lie",
+    "info": "device, driver, NVRTC, supported architectures, folders",
     "cache": "show, clear or fill the cache of compiled kernels",
     "docs": "print a page of the documentation, or the docstring of a public name",
 }
-#: Pages of ``cupyattn docs`` that explain more than a command's help does.
+#: Pages of ``cupyattn docs`` that explain more than a command's help.
 PAGES = {
     "ladder": "ladder", "ablate": "performance", "verify": "testing", "judge": "your_kernel",
     "trial": "pipelines", "mutate": "your_kernel",
@@ -50,7 +50,7 @@ PAGES = {
     "convert": "checkpoints", "dequantize": "checkpoints", "kandinsky": "checkpoints",
     "calibrate": "calibration", "plan": "distributed", "info": "limits",
 }  # fmt: skip
-#: Exceptions that a user can cause: one line and exit status 2, no traceback.
+#: Exceptions that a user can cause. They print one line without a traceback; the exit status is 2.
 USER_ERRORS = (
     ValueError, TypeError, OSError, MemoryError, UnsupportedError, KernelCompileError,
     KernelLaunchError,
@@ -92,7 +92,7 @@ def parser(arguments: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
 
 
 def unknown_arguments(unknown: Sequence[str]) -> str:
-    """Say that arguments are unknown, and name their replacements."""
+    """Return the message for unknown arguments, with their replacements."""
     instead = {"--kernel": "give the rung's name, as in cupyattn profile fa"}
     hints = [f": {text}" for flag, text in instead.items() if unknown[0].startswith(flag)]
     return f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}"

@@ -1,8 +1,8 @@
-"""Run every rung and every choice of INT8 arithmetic, one at a time, on one input: J2 and J3
-(errors as shares of their bounds) and the relative error against float64. On a device it also
-prints the time relative to fa_int8's default in the same rounds. The input is yours (--qkv),
-random, or the included real data. NAME selects a part: rungs, granularity, offsets, pv, bits, codes
-or diffusion."""
+"""Run every rung and every choice of INT8 arithmetic, one at a time, on one input. It prints J2
+and J3 (errors as shares of their bounds) and the relative error against float64. On a device it
+also prints the time relative to fa_int8's default in the same rounds. The input is your file
+(--qkv), random, or the included real data. NAME selects a part: rungs, granularity, offsets, pv,
+bits, codes or diffusion."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, metavar="N", default=15, help="timed samples of each choice (15)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements")
 
 
 def run(args: argparse.Namespace) -> int:

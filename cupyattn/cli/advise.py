@@ -2,7 +2,7 @@
 
 MODEL_OR_CONFIG is the folder or file of a transformer, of which only the header is read, or a
 config.json of diffusers, which pipe.transformer.save_config(FOLDER) writes. The rates were fitted
-to compiled whole models and give the time of the device.
+to compiled whole models and predict device time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("model", metavar="MODEL_OR_CONFIG", type=Path)
     parser.add_argument("--tokens", type=int, required=True, metavar="N",
-                        help="patches of the picture or video: 4096 of 1024 x 1024")  # fmt: skip
+                        help="patches of the picture or video: 4096 for 1024 x 1024")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512, metavar="N",
                         help="tokens of the prompt (512)")  # fmt: skip
     devices = tuple(advice.stored_rates())
@@ -56,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
         for row in found[accuracy]:
             table.append([accuracy, row["part"], f"{row['gain']:.2f}", _word(row, said.refusal)])
     if not found["refusal"]:
-        output.say(f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is "
-                   "that of attention: 16 bits, INT8, or INT8 with 8-bit P.V")  # fmt: skip
+        output.say(
+            f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is the "
+            "arithmetic of attention: 16 bits, INT8, or INT8 with 8-bit P.V"
+        )
         output.print_table(["accuracy", "part", "times as fast", "advice"], table)
         for line in notes(found, known):
             output.say(line)
@@ -112,7 +114,7 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
     if (folder / _PIPELINE).is_file() and (model.name == _PIPELINE or not file.is_file()):
         found = sorted(f"{one.parent}" for one in folder.glob(f"transformer*/{_CONFIG}"))
         raise ValueError(
-            f"{str(folder)!r} is the folder of a pipeline: give that of a model in it, "
+            f"{str(folder)!r} is the folder of a pipeline: give the folder of a model in it, "
             f"{' or '.join(found) or 'which has a config.json'}"
         )
     if not file.is_file():
@@ -133,7 +135,7 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
 
 
 def _made(config: dict[str, Any], file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model of diffusers, made without memory by its configuration."""
+    """Return the shapes of a model of diffusers, made from its configuration without memory."""
     try:
         import diffusers
         import torch

@@ -16,7 +16,7 @@ from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import AUTO, FALLBACK_DTYPES, STRATEGIES, Int8Config
 from cupyattn.quant.rotation import ROTATIONS
 
-#: Of an option without a rotation.
+#: Value of the option for no rotation.
 _NOT_ROTATED = "none"
 
 
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--activations", metavar="FILE",
-        help="a recording, or safetensors of what layers get, by their names: compares scales by "
+        help="a recording, or safetensors of the layers' inputs, by name: compares scales by "
         "their errors",
     )  # fmt: skip
     parser.add_argument("--plot", metavar="FILE", help="draw histograms (.png, .svg or .pdf)")
@@ -47,7 +47,7 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         help="largest share of outliers, from 0 to 1 (0.01)",
     )  # fmt: skip
     rules.add_argument(
-        "--min-elements", type=int, metavar="N", help="least elements of a weight (4096)"
+        "--min-elements", type=int, metavar="N", help="least number of elements of a weight (4096)"
     )
     rules.add_argument(
         "--min-sqnr", type=float, metavar="DB", help="least signal to quantisation noise (20)"
@@ -57,18 +57,20 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     )
     rules.add_argument(
         "--strategy", choices=(AUTO, *STRATEGIES),
-        help="what shares a scale: a block or a row (auto: by activations or family, else block)",
+        help="groups that share a scale: blocks or rows (auto: by activations or family, or "
+        "else block)",
     )
     rules.add_argument(
         "--rotate", choices=(AUTO, _NOT_ROTATED, *ROTATIONS[1:]),
-        help="weights by row against outlier channels (auto: where activations ask for it)",
+        help="rotate weights with scales of rows, against outlier channels (auto: if activations "
+        "need it)",
     )  # fmt: skip
     rules.add_argument(
         "--fallback-dtype", choices=FALLBACK_DTYPES, help="of other float32 weights (bf16)"
     )
     rules.add_argument(
         "--fp32-pattern", action="append", metavar="PATTERN", dest="fp32_patterns",
-        help="leave weights of such names alone, e.g. 'blocks.0.*'",
+        help="leave weights with such names unchanged, e.g. 'blocks.0.*'",
     )  # fmt: skip
 
 

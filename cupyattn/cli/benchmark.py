@@ -29,15 +29,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, metavar="N", default=15, help="samples (15)")
     parser.add_argument(
         "--min-elements", type=int, metavar="N", default=4096,
-        help="least elements of a weight (4096)",
+        help="least number of elements of a weight (4096)",
     )  # fmt: skip
     parser.add_argument(
         "--strategy", choices=STRATEGIES, default="block",
-        help="what shares a scale: a block or a row (block)",
+        help="groups that share a scale: blocks or rows (block)",
     )  # fmt: skip
     parser.add_argument(
         "--fp32-pattern", action="append", metavar="PATTERN", dest="fp32_patterns", default=[],
-        help="leave weights of such names out, e.g. 'blocks.0.*'",
+        help="leave out weights with such names, e.g. 'blocks.0.*'",
     )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
 

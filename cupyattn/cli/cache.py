@@ -1,11 +1,10 @@
-"""The cache of compiled kernels and of float64 references: show it, clear it, fill it beforehand,
-limit its size.
+"""Show, clear, fill or limit the cache of compiled kernels and of float64 references.
 
 SPEC is VARIANT:hdHEAD_DIM:DTYPE[:causal][:lse], for example fa_tc:hd128:fp16:causal. It compiles
-what a call on aligned, contiguous arrays of that kind needs; no GPU is needed.
+the kernels of a call on aligned, contiguous arrays of that kind; no GPU is needed.
 
-Beyond SIZE (1 GiB by default; 512MiB, 2GB or none) the kernels that were not used for the longest
-time are deleted. CUPYATTN_CACHE_SIZE stands in place of what --limit has set."""
+Beyond SIZE (1 GiB by default; 512MiB, 2GB or none) the least recently used kernels are deleted.
+CUPYATTN_CACHE_SIZE overrides --limit."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--arch",
         action="append",
         metavar="ARCH",
-        help="for --warm, e.g. sm_90 (default: the device's, without one all that NVRTC knows)",
+        help="for --warm, e.g. sm_90 (default: the device's; without one, all that NVRTC supports)",
     )
     parser.add_argument(
         "--threads", type=int, metavar="N", default=4, help="compilations at a time (4)"
@@ -49,9 +48,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit",
         metavar="SIZE",
-        help="let kernels take SIZE at most, from now on and in every process, or 'default'",
+        help="limit kernels to SIZE from now on, in every process; or 'default'",
     )
-    parser.add_argument("--json", metavar="FILE", help="write what there is to a file too")
+    parser.add_argument("--json", metavar="FILE", help="write the contents to a file, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _set_limit(text: str) -> size_limit.Limit:
-    """Keep a limit in the cache folder, and return it."""
+    """Store a limit in the cache folder, and return it."""
     if given := os.environ.get(size_limit.VARIABLE):
         raise ValueError(
             f"--limit has no effect beside {size_limit.VARIABLE}={given}: unset that variable, or "
@@ -118,7 +117,7 @@ def _architectures() -> list[str]:
 
 
 def warm(jobs: Sequence[tuple[ModuleSpec, str]], threads: int) -> None:
-    """Compile modules for their architectures side by side, and say how many were there."""
+    """Compile modules for their architectures in parallel, and print how many existed already."""
     before = compiler.cache_info()
     with ThreadPoolExecutor(threads) as pool, output.progress("compiling", len(jobs)) as advance:
         running = {pool.submit(compiler.build, spec, arch): arch for spec, arch in jobs}
@@ -141,7 +140,7 @@ def parse_spec(text: str, arch: str | None = None) -> list[ModuleSpec]:
     Raises
     ------
     ValueError, UnsupportedError
-        For a text that is not a SPEC, or names a feature that the rung does not support.
+        For a text that is not a SPEC, or for a feature that the rung does not support.
 
     Examples
     --------

@@ -1,6 +1,7 @@
-"""Find static INT8 scales for each layer of a recorded model. RECORDING is what
-`cupyattn.interop.torch.record(model)` saved; `replace_attention_with_int8(pipe, quant=...)` takes
-what `cupyattn.diffusion.Calibrations.load` reads of the output."""
+"""Find static INT8 scales for each layer of a recorded model. RECORDING is a file saved by
+`cupyattn.interop.torch.record(model)`. Read the output with
+`cupyattn.diffusion.Calibrations.load`, and pass the result as `replace_attention_with_int8(pipe,
+quant=...)`."""
 
 from __future__ import annotations
 
@@ -22,14 +23,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", required=True, help="safetensors of scales")
     parser.add_argument(
         "--percentile", type=float, metavar="P", default=99.0,
-        help="in per cent: what code 127 stands for (99)",
+        help="in per cent: the value that becomes code 127 (99)",
     )  # fmt: skip
-    parser.add_argument("--of", choices=OF, default=OF[0], help="of what it is one (maxima)")
     parser.add_argument(
-        "--bins", type=int, metavar="N", default=1, help="ranges of steps with own scales (1)"
+        "--of", choices=OF, default=OF[0], help="population of the percentile (maxima)"
     )
     parser.add_argument(
-        "--smooth-k", action="store_true", help="scales of keys less their mean, which calls find"
+        "--bins", type=int, metavar="N", default=1, help="ranges of steps with separate scales (1)"
+    )
+    parser.add_argument(
+        "--smooth-k", action="store_true", help="scales of keys less their mean, computed in calls"
     )
 
 

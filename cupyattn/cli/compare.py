@@ -1,7 +1,8 @@
-"""Compare two records of one experiment: the time of each cell in both, the speed of the second
-relative to the first with its 95 % interval, and the differences of devices, libraries and
-revisions. The runs did not take turns, so the interval does not include drift between them. If the
-records have no times, their errors are compared: J2, J3 and the relative error."""
+"""Compare two records of one experiment. It prints the time of each cell in both, and the speed of
+the second relative to the first with its 95 % interval. It also prints differences of devices,
+libraries and revisions. The runs did not take turns, so the interval does not include drift
+between them. If the records have no times, their errors are compared: J2, J3 and the relative
+error."""
 
 from __future__ import annotations
 

@@ -21,12 +21,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a file, a folder, or an .index.json")
     parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
     parser.add_argument(
-        "--analysis", metavar="FILE", help="of the same model, by analyze --output: saves a look"
-    )
+        "--analysis", metavar="FILE",
+        help="of the same model, from analyze --output: saves one pass over the weights",
+    )  # fmt: skip
     parser.add_argument(
         "--activations", metavar="FILE",
-        help="as for analyze: without --strategy scales of channels are taken, of rotated weights "
-        "where needed, unless a layer errs much more by them",
+        help="as for analyze: without --strategy, scales of channels are used, with rotation if "
+        "needed, unless a layer has much larger errors with them",
     )  # fmt: skip
     add_export(parser)
     add_writing(parser)
@@ -46,8 +47,8 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
         "--max-shard-bytes", type=int, default=MAX_SHARD_BYTES, metavar="N",
         help="largest sum of tensors in a file (5000000000)",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written")
-    parser.add_argument("--json", metavar="FILE", help="write which files there are, and why")
+    parser.add_argument("--dry-run", action="store_true", help="print the planned files")
+    parser.add_argument("--json", metavar="FILE", help="write the list of files, with reasons")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(done: Conversion, json_file: str | None) -> None:
-    """Print the written files, or in full the planned ones; write all of it to a named file."""
+    """Print the written files, or the complete plan; write everything to a file if one is named."""
     if done.analysis is not None:
         if not done.written:
             output.print_table(done.analysis.header, done.analysis.cells())

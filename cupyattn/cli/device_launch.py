@@ -1,4 +1,4 @@
-"""Runs a kernel in a file on the current device, as its description says."""
+"""Run a kernel in a file on the current device, according to its description."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cupyattn.interpret.executor import extents
 from cupyattn.interpret.own_kernels import compiled, entry_name, is_ptx, text_of
 from cupyattn.runtime import tensor_map
 
-#: Dynamic shared memory that every kernel may use without asking for it.
+#: Bytes of dynamic shared memory that every kernel may use without an attribute.
 USUAL_SHARED_BYTES = 48 * 1024
 #: Types of tensor maps.
 MAPPED = ("int8", "float16", "bfloat16", "float32")
 
 
 class DeviceLaunch:
-    """A kernel, loaded, and its arguments on the current device.
+    """A loaded kernel and its arguments on the current device.
 
     ``arrays`` holds the arrays of the description, with the results after a call.
 
@@ -84,7 +84,7 @@ class DeviceLaunch:
 
 
 def _code(path: Path, settings: dict[str, Any], capability: int) -> tuple[bytes, str]:
-    """Return what the device loads, and the PTX, which has the names of the kernels."""
+    """Return the code that the device loads, and the PTX, which has the kernels' names."""
     text = text_of(path)
     if is_ptx(text):
         return text.encode() + b"\0", text
@@ -96,7 +96,7 @@ def _code(path: Path, settings: dict[str, Any], capability: int) -> tuple[bytes,
 
 
 def _on_device(array: np.ndarray[Any, Any]) -> Any:
-    """Return a copy on the device; CuPy has no 8-bit floats, which go there as bytes."""
+    """Return a copy on the device; CuPy has no 8-bit floats, so they are copied as bytes."""
     import cupy
 
     known = array.dtype.kind != "V" or array.dtype.name == "bfloat16"
@@ -104,7 +104,7 @@ def _on_device(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _argument(value: Any, of_array: dict[int, Any]) -> Any:
-    """Return an argument as CuPy passes it on."""
+    """Return an argument in the form that CuPy passes to kernels."""
     if value is None:
         return np.uintp(0)
     if isinstance(value, TensorMap):

@@ -19,7 +19,7 @@ from typing import Any
 
 from cupyattn.cli import output
 
-#: Files that are not topics: the index of pages, and the page of all docstrings.
+#: Files that are not topics: the index of pages, and the generated page of docstrings.
 NO_TOPICS = ("README", "API")
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -1,11 +1,11 @@
-"""Numbers that flags are given: which are too small, and which sizes make too large an array."""
+"""Check the numbers of flags: refuse values that are too small, and arrays that are too large."""
 
 from __future__ import annotations
 
 import argparse
 import math
 
-#: Elements of an array, so that its bytes are a 64-bit number in any type.
+#: Largest number of elements of an array, so that its bytes are a 64-bit number in any type.
 MOST_ELEMENTS = 2**59
 
 

@@ -17,7 +17,7 @@ from cupyattn.measure.words import counted, format_bytes
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("--json", metavar="FILE", help="write the facts to a file too")
+    parser.add_argument("--json", metavar="FILE", help="write the facts to a file, too")
 
 
 def run(args: argparse.Namespace) -> int:

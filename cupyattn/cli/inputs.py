@@ -54,14 +54,14 @@ def add_arguments(
         "--distribution", choices=distributions.NAMES, help="random input (of a shape: normal)"
     )
     source.add_argument(
-        "--seed", type=int, metavar="N", default=0, help="of random input and judged rows (0)"
+        "--seed", type=int, metavar="N", default=0, help="of random input and of judged rows (0)"
     )
     for name, what in (
         ("batch", "batch entries"),
         ("heads", "query heads"),
         ("heads-kv", "key heads, a divisor of --heads"),
         ("len", "length of queries and keys"),
-        ("len-q", "query rows, where they differ"),
+        ("len-q", "query rows, if their number differs"),
         ("len-kv", "keys, where they differ"),
         ("head-dim", "head size, 1 to 256"),
     ):
@@ -74,7 +74,7 @@ def add_arguments(
     call.add_argument("--causal", action="store_true", help="a causal mask")
     call.add_argument(
         "--causal-align", choices=("bottom-right", "top-left"), default="bottom-right",
-        help="where its diagonal ends, or begins (bottom-right)",
+        help="corner at which its diagonal ends or begins (bottom-right)",
     )  # fmt: skip
     call.add_argument(
         "--scale", type=float, metavar="X", help="softmax scale (default head_dim^-1/2)"
@@ -107,7 +107,7 @@ def _is_random(args: argparse.Namespace) -> bool:
 
 
 def choose(args: argparse.Namespace, *, large: bool) -> Input:
-    """Return the input that the options ask for, as NumPy arrays.
+    """Return the input chosen by the options, as NumPy arrays.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def choose(args: argparse.Namespace, *, large: bool) -> Input:
 
 
 def random(args: argparse.Namespace, *, large: bool) -> Input:
-    """Return a random input of the shape and distribution that the options ask for."""
+    """Return a random input of the shape and distribution chosen by the options."""
     batch, heads, length, head_dim = (4, 16, 4096, 128) if large else (1, 4, 512, 64)
     length = length if args.len is None else args.len
     sizes = {
@@ -175,12 +175,12 @@ def random(args: argparse.Namespace, *, large: bool) -> Input:
 
 
 def sample_path() -> Path:
-    """Return the file of real Q, K, V: in the package where installed, else in the checkout."""
+    """Return the file of real Q, K, V, in the installed package or in the checkout."""
     return data_file(SAMPLE)
 
 
 def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[Any], str]:
-    """Return q, k and v of a file, with four axes, and the prefix of their names."""
+    """Return q, k and v of a file, with four axes each, and the prefix of their names."""
     prefixes = sorted(
         name[:-1] for name in arrays if name.endswith("q") and name[:-1] + "k" in arrays
     )
@@ -210,7 +210,7 @@ def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[A
 
 
 def _check_type(letter: str, array: Any, converted: str | None, path: Path) -> None:
-    """Raise ValueError unless an array has a type that rungs take, or can be converted to one."""
+    """Raise ValueError unless an array has a type of the rungs, or can be converted to one."""
     name = array.dtype.name
     if name in DTYPES or (converted and array.dtype.kind in "fiu"):
         return
@@ -231,7 +231,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
     OSError
         If it cannot be read.
     ValueError
-        If it is something else, damaged or cut short; the message has its name.
+        If it is another kind of file, damaged or truncated; the message has its name.
     """
     if path.suffix == ".safetensors":
         return _read_safetensors(path)

@@ -1,9 +1,8 @@
 """Run one rung, or any kernel in a file, in the interpreter: the kernels themselves, compiled and
-executed on NumPy, with no device. Prints what is wrong with them (exit status 1), J2 and J3, and
-what the run cost: warp instructions, bytes by memory, bank conflicts by source line. A file needs a
+executed on NumPy, with no device. Prints findings (exit status 1 if there are any), J2 and J3, and
+the costs: warp instructions, bytes by memory, bank conflicts by source line. A file needs a
 description of its launch, unless it is a .cu with the arguments of a rung. `cupyattn docs
-interpreter` shows how to debug with it, `cupyattn docs your_kernel` how to launch a kernel of your
-own."""
+interpreter` shows how to debug with it, `cupyattn docs your_kernel` how to launch your kernel."""
 
 from __future__ import annotations
 
@@ -42,12 +41,12 @@ if TYPE_CHECKING:
 
 #: Default shape.
 SHAPE = {"batch": 1, "heads": 1, "len": 64, "head_dim": 64}
-#: Options that a kernel in a file takes.
+#: Options that apply to a kernel in a file.
 FILE_OPTIONS = (
     "--launch", "--save", "--arch", "--trace", "--trace-of", "--trace-lines", "--break", "--stops",
     "--json",
 )  # fmt: skip
-#: Source lines of the table of shared memory; ``--json`` has them all.
+#: Number of source lines in the table of shared memory; ``--json`` has all lines.
 LINES = 16
 
 
@@ -59,14 +58,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     described = own_launch.add_arguments(parser)
     described.add_argument(
-        "--save", metavar="FILE", help="write all its arrays to this .npz afterwards"
+        "--save", metavar="FILE", help="write all its arrays to this .npz at the end"
     )
     own_kernel.add_arguments(parser)
     parser.add_argument(
         "--arch", metavar="NAME", help="architecture to compile for (default sm_80)"
     )
     watch = parser.add_argument_group("watch")
-    watch.add_argument("--trace", metavar="FILE", help="write what one warp executes")
+    watch.add_argument("--trace", metavar="FILE", help="write the instructions of one warp")
     watch.add_argument(
         "--trace-of", metavar="BLOCK:WARP:LANE", default="0:0:0", help="whose (default 0:0:0)"
     )
@@ -78,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="show registers and shared memory whenever lanes have run that line",
     )  # fmt: skip
     watch.add_argument("--stops", type=int, default=1, metavar="N", help="to show (default 1)")
-    parser.add_argument("--json", metavar="FILE", help="write everything that was counted")
+    parser.add_argument("--json", metavar="FILE", help="write all counts")
     inputs.add_arguments(parser, "normal, 1 head, length 64, head_dim 64")
 
 
@@ -155,9 +154,9 @@ def _observers(args: argparse.Namespace) -> tuple[Profile, Where, list[Observer]
 
 @contextlib.contextmanager
 def _watched(args: argparse.Namespace, name: str, observers: list[Observer]) -> Iterator[None]:
-    """Let observers watch, and show how far the run is."""
+    """Attach observers, and show progress."""
     with (
-        # NOTE: a bar that is redrawn between the lines of a stop would garble them.
+        # NOTE: a progress bar redrawn between the lines of a stop would garble them.
         contextlib.nullcontext() if args.stop_at else output.progress(name) as advance,
         interpret.observe(*observers, *([_Progress(advance)] if advance else [])),
     ):
@@ -168,7 +167,7 @@ def run_described(
     path: Path, given: LaunchFile, profile: Profile, where: Where, save: str | None,
     json: str | None,
 ) -> int:  # fmt: skip
-    """Run a kernel in a file as its description says, under the observers that watch.
+    """Run a kernel in a file according to its description, under the attached observers.
 
     Parameters
     ----------
@@ -176,9 +175,9 @@ def run_described(
     given : LaunchFile
     profile : Profile
     where : Where
-        Both are among the observers.
+        Two of the observers.
     save, json : str or None
-        Files for the arrays, and for everything that was counted.
+        Files for the arrays, and for all counts.
 
     Returns
     -------
@@ -235,7 +234,7 @@ def _place(text: str) -> tuple[str, int]:
 
 
 class _Progress(Observer):
-    """Says now and then how far a kernel has come."""
+    """Prints the progress of a kernel from time to time."""
 
     def __init__(self, advance: Callable[[str], None]) -> None:
         self._advance = advance
@@ -257,7 +256,7 @@ class _Progress(Observer):
 
 
 class Where(Observer):
-    """Records the running kernel, to name the memory of a finding's address."""
+    """Records the running kernel, to find the name of the memory at a finding's address."""
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
         self._launch, self._program, self._arch = one, program, arch
@@ -269,7 +268,7 @@ class Where(Observer):
 
 
 class _Stops:
-    """Prints the first of many stops."""
+    """Prints stops, up to a limit."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit

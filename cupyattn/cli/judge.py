@@ -1,12 +1,12 @@
 """Judge any function that computes attention. It draws problems, compares each output with its
 bound, shrinks the first problem that fails, and leaves a script that reproduces it.
 
-MODULE:NAME or FILE.py:NAME is the function; --library says how it is called. It gets q, k, v and,
-by name, the options that it takes. It returns O, or O and lse. With --gradients, its gradients are
-judged, which the autograd of torch or JAX makes. A function of NumPy or CuPy takes d_out before q
-and returns dq, dk and dv. If it raises NotImplementedError, the problem does not count. The last
-line is a summary. The exit status is 0 (all outputs are within their bounds), 1 (one is not, or the
-function failed) or 2 (nothing could be judged)."""
+MODULE:NAME or FILE.py:NAME is the function, and --library says how to call it. It gets q, k, v
+and, by name, the options that it takes. It returns O, or O and lse. With --gradients, its
+gradients are judged, which the autograd of torch or JAX computes. A function of NumPy or CuPy
+takes d_out before q and returns dq, dk and dv. If it raises NotImplementedError, the problem does
+not count. The last line is a summary. The exit status is 0 (all outputs are within their bounds),
+1 (one is not, or the function failed) or 2 (nothing could be judged)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("function", metavar="MODULE:NAME", help="or FILE.py:NAME")
     parser.add_argument("--library", choices=LIBRARIES, default="numpy",
-                        help="whose arrays, layout and arguments it takes (numpy)")  # fmt: skip
+                        help="library of its arrays, layout and arguments (numpy)")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"),
                         help="of torch's tensors (cuda, if torch has one)")  # fmt: skip
     parser.add_argument("--gradients", action="store_true",
@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     drawn.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw (0)")
     drawn.add_argument("--dtypes", nargs="+", choices=DTYPES, help="types (all of the library)")
     drawn.add_argument("--options", nargs="*", choices=OPTIONS,
-                       help="options (those that the function takes)")  # fmt: skip
+                       help="options (all that the function takes)")  # fmt: skip
     drawn.add_argument("--head-dims", nargs="+", type=int, metavar="D", help="sizes of a head")
     drawn.add_argument("--block", type=int, default=32, metavar="N",
                        help="lengths lie around its multiples (32)")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Draws problems for ``cupyattn judge``, judges the outputs, and shrinks the first that fails."""
+"""Draw problems for ``cupyattn judge``, judge the outputs, and shrink the first that fails."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cupyattn.strategies import HEAD_DIMS, REGIMES, attention_inputs
 from cupyattn.testing import judge, judge_backward
 from cupyattn.testing.counterexamples import Counterexample, keep
 
-#: Seconds after which a problem that fails is not made smaller any more.
+#: Seconds after which a failing problem is no longer made smaller.
 SHRINK_SECONDS = 60.0
-#: Kinds of values: half of all problems are ordinary, in which small errors of rounding show best.
+#: Kinds of values. Half of all problems are ordinary, because they show small rounding errors best.
 VALUE_KINDS = ("normal",) * (len(REGIMES) - 2) + REGIMES
 #: Kinds of failures.
 OUTSIDE, RAISED = "outside its bound", "the function failed"
@@ -49,7 +49,7 @@ class Failure:
     device: str
 
     def to_dict(self) -> dict[str, str]:
-        """Return what a record has of it."""
+        """Return the entry for a record."""
         return {"kind": self.kind, "problem": self.problem, "message": self.message}
 
 
@@ -96,15 +96,15 @@ def search(
     function : Called
     dtype : str
     said : Numerics
-        What the function is held to.
+        The numerics to which the function is held.
     count, seed : int
         Problems, and the seed of the draw.
     block, multiple, head_dims, square, grouped, empty
         As `cupyattn.strategies.attention_inputs` takes them; both tiles are `block`.
     gradients : bool
-        Judge these instead of the output.
+        Whether to judge the gradients instead of the output.
     advance : callable
-        Told of each problem.
+        Called for each problem.
 
     Raises
     ------
@@ -193,7 +193,7 @@ def _judged_gradients(
     function: Called, q: Any, k: Any, v: Any, options: Mapping[str, Any], said: Numerics,
     problem: str,
 ) -> tuple[Failure | None, float]:  # fmt: skip
-    """Return the same of gradients. The case has the gradient with respect to O in place of O."""
+    """Return the same for gradients. The case has the gradient with respect to O in place of O."""
     d_out = np.random.default_rng(q.size + k.size).standard_normal(q.shape).astype(q.dtype)
     asked = {"numerics": said, **options}
     try:

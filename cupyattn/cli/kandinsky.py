@@ -1,5 +1,5 @@
 """Write the transformer of Kandinsky 5 with INT8 weights. Its text and visual blocks are found by
-their names, and its settings of attention (NABLA, STA) are recorded. Only the transformer of a
+their names, and its attention settings (NABLA, STA) are recorded. Only the transformer of a
 pipeline's folder is read, so VAE and text encoders stay unchanged."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Run every rung on one input: J2 (kernel error as a share of its bound), J3 (effect of
-quantisation as a share of its bound), relative L2 error against float64, and memory. On a device it
-also prints time, TFLOP/s and share of the ceiling. Without a device it prints the errors of the
-mirror. The kernels then run once in the interpreter, at a small size, to judge results and count
+"""Run every rung on one input. It prints errors as shares of their bounds: J2 of the kernel, J3 of
+quantisation. It also prints the relative L2 error against float64, and memory. On a device it also
+prints time, TFLOP/s and share of the ceiling. Without a device it prints the errors of the mirror.
+The kernels then run once in the interpreter, at a small size, to judge results and count
 instructions and bytes."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds", type=int, metavar="N", default=15, help="timed samples of each rung (15)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements")
     parser.add_argument("--plot", metavar="FILE", help="draw the table (.png, .svg or .pdf)")
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         output.say(f"No device was found: {missing}.")
         output.say(
             "The rungs run on the mirror: NumPy, with the kernels' blocks and rounding points, so "
-            "errors and bounds mean what they mean on a device. Nothing is timed."
+            "errors and bounds have the same meaning as on a device. Nothing is timed."
         )
         if without:
             output.say(f"The kernels are not interpreted: {without}.")

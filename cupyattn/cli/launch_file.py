@@ -1,4 +1,4 @@
-"""Reads the description of a launch of a kernel in a file: a TOML file.
+"""Read the TOML file that describes the launch of a kernel in a file.
 
 docs/YOUR_KERNEL.md lists its fields. Every error names the file and the field.
 """
@@ -92,7 +92,7 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """One file while it is read; `_at` is the field that an error is about."""
+    """Reads one file; `_at` is the current field, for error messages."""
 
     def __init__(self, path: Path, table: dict[str, Any]) -> None:
         self._path = path
@@ -121,7 +121,7 @@ class _Reader:
             name = self._field(one, "name", str)
             self._at = f"args[{index}] ({name})."
             if name in args:
-                self._fail("name", "be a name that no other argument has", name)
+                self._fail("name", "be different from the names of other arguments", name)
             args[name] = self._argument(name, one)
         self._at = ""
         return LaunchFile(entry, grid, block, args, settings, self._arrays, self._judged())

@@ -1,4 +1,4 @@
-"""Runs a command on mutants of a source file, each in a copy of its folder."""
+"""Run a command on mutants of a source file, each in a copy of its folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MUTANT = "CUPYATTN_MUTANT"
 PLACE = "{}"
 #: Results of a mutant.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
-#: A source that no compiler takes: a command that ends well on it reads another file.
+#: A source that no compiler accepts. If a command succeeds with it, the command reads another file.
 UNUSABLE = "#error this is no kernel: does the command read the mutant?\n"
 #: Characters of the command's last line that a record keeps.
 MOST_CHARACTERS = 200
@@ -34,7 +34,7 @@ MOST_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its status (None: stopped for time), seconds, and last line."""
+    """The end of a command: its status (None if it ran too long), seconds, and last line."""
 
     status: int | None
     seconds: float
@@ -43,7 +43,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Copy:
-    """A source file in a separate folder, beside links to all that lies beside it.
+    """A copy of a source file in a separate folder, with links to all neighbours of the original.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Copy:
     arch: str
 
     def code(self, text: str) -> str | None:
-        """Return the machine code of a text, as PTX without line numbers; None: no compilation."""
+        """Return a text's machine code as PTX without line numbers; None if it does not compile."""
         if self.path.suffix == ".ptx":
             return machine_code(text)
         self.path.write_text(text, encoding="utf-8")
@@ -83,7 +83,7 @@ class Copy:
                 printed, _ = process.communicate(timeout=timeout)
                 status = process.returncode
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # and what the command itself started
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
                 printed, _ = process.communicate()
             except BaseException:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -105,14 +105,14 @@ def copied(source: Path, defines: Mapping[str, int], arch: str) -> Iterator[Copy
 
 def tried(copy: Copy, mutant: Mutant, original: str | None, command: Sequence[str],
           timeout: float) -> dict[str, Any]:  # fmt: skip
-    """Return what became of one mutant.
+    """Return the result of one mutant.
 
     Parameters
     ----------
     copy : Copy
     mutant : Mutant
     original : str or None
-        Machine code of the source; None: it is not known, and every mutant is run.
+        Machine code of the source; If None, it is unknown, and every mutant runs.
     command, timeout
         As for `Copy.run`.
     """

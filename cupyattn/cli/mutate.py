@@ -1,8 +1,8 @@
-"""Plant small faults in a CUDA source or in PTX, and run your own test on each: which are noticed?
-Give the test after --. {} stands for the path of the mutant, and so does the environment variable
-CUPYATTN_MUTANT. A command that ends with a status other than 0 has noticed the fault. Mutants with
-the same machine code are put aside. The record is written after each mutant, and the same command
-goes on where it was stopped. Exit status 1 if a mutant survived."""
+"""Plant small faults in a CUDA source or in PTX, and run your test on each: which faults does it
+notice? Give the test after --. {} stands for the path of the mutant, which is also in the
+environment variable CUPYATTN_MUTANT. A command that ends with a status other than 0 has noticed
+the fault. Mutants with unchanged machine code are not run. The record is written after each
+mutant, so the same command continues after an interruption. Exit status 1 if a mutant survived."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cupyattn.cli.mutant_runs import (
 from cupyattn.measure import device
 from cupyattn.testing.mutations import KINDS, Mutant, mutants
 
-#: Time limit of a mutant, in runs of the command on the source, and the least seconds.
+#: Time limit of a mutant, as a multiple of a run on the source, and its minimum in seconds.
 RUNS_OF_THE_SOURCE, LEAST_SECONDS = 10.0, 30.0
 
 
@@ -45,9 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, metavar="S",
                         help="seconds for a mutant (10 runs of the source)")  # fmt: skip
     parser.add_argument("--arch", default="sm_80", metavar="NAME",
-                        help="to compare machine code for (sm_80)")  # fmt: skip
+                        help="architecture whose machine code is compared (sm_80)")  # fmt: skip
     parser.add_argument("--define", action="append", default=[], metavar="NAME=NUMBER",
-                        help="macro to compile with, to compare machine code")  # fmt: skip
+                        help="macro for compiling, to compare machine code")  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="the record (FILE.mutants.json)")
 
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             output.say(f"{source} does not compile alone for {args.arch}: every mutant is run.")
         left = [one for one in drawn if one.name not in done]
         if len(left) < len(drawn):
-            output.say(f"{len(drawn) - len(left)} mutants stand in {record_path} already.")
+            output.say(f"{len(drawn) - len(left)} mutants are in {record_path} already.")
         with output.progress("mutants", len(left)) as advance:
             for one in left:
                 done[one.name] = tried(copy, one, original, args.run, timeout)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drawn(args: argparse.Namespace, text: str) -> list[Mutant]:
-    """Return the mutants that are asked for, in the order of their lines."""
+    """Return the requested mutants, in the order of their lines."""
     lines = None if args.lines is None else lines_given(args.lines)
     found = [
         one for one in mutants(text, ptx=args.file.endswith(".ptx"))
@@ -101,7 +101,7 @@ def _drawn(args: argparse.Namespace, text: str) -> list[Mutant]:
 
 
 def _time_limit(copy: Copy, text: str, command: list[str]) -> float:
-    """Return the seconds for a mutant, once the command is seen to tell right from unusable."""
+    """Check that the command passes only a usable source; return the seconds for a mutant."""
     ended = copy.run(text, command, None)
     if ended.status != 0:
         raise ValueError(
@@ -127,7 +127,7 @@ def _defines(given: list[str]) -> dict[str, int]:
 
 
 def _record(path: Path, args: argparse.Namespace, text: str) -> dict[str, Any]:
-    """Return the record of this source and command: what a file has of it, or an empty one."""
+    """Return the record of this source and command, from the file if it exists, or an empty one."""
     of = {
         "source_sha256": hashlib.sha256(text.encode()).hexdigest(), "command": shlex.join(args.run),
         "arch": args.arch, "defines": args.define,
@@ -149,7 +149,7 @@ def _record(path: Path, args: argparse.Namespace, text: str) -> dict[str, Any]:
 
 
 def _print(found: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print how many of each kind were noticed, the survivors, and the score."""
+    """Print the number of noticed mutants of each kind, the survivors, and the score."""
     states = (NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED)
     kinds = [kind for kind in KINDS if any(one["kind"] == kind for one in found.values())]
     rows = []

@@ -29,7 +29,7 @@ def _rich(stream: Any) -> Any:
 
 
 def say(text: object = "", *, flush: bool = False, error: bool = False) -> None:
-    """Print lines; other control characters than line ends become escapes.
+    """Print lines; control characters except line ends become escapes.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Say on standard error how far a command is: a bar on a terminal with rich, lines elsewhere.
+    """Show progress on standard error: a bar on a terminal with rich, lines elsewhere.
 
     Without a terminal, a line is printed at most every `LINE_SECONDS`, so short runs print none.
 
@@ -99,7 +99,7 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
 
 
 class _Lines:
-    """Progress as lines, for pipes and log files."""
+    """Prints progress as lines, for pipes and log files."""
 
     def __init__(self, what: str, total: int | None) -> None:
         self._what, self._of = what, "" if total is None else f" of {total}"
@@ -118,7 +118,7 @@ class _Lines:
 
 
 def write_json(path: str | os.PathLike[str], record: Any) -> None:
-    """Write a record as JSON, whole or not at all; infinities become the strings of their names."""
+    """Write a record as JSON, whole or not at all; infinities become strings."""
     text = json.dumps(_finite(record), indent=1, allow_nan=False) + "\n"
     with replacing(path) as file:
         file.write(text.encode())

@@ -1,6 +1,6 @@
 """A user's kernel in a ``.cu`` file, registered as a rung while a command runs.
 
-`from_file` finds the name in the source. Options that are not given come from the nearest rung.
+`from_file` finds the name in the source. The nearest rung provides the options that are not given.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cupyattn.ops.own_rungs import own_launches, register
 
 #: The rung that provides the default family, types and tiles.
 NEAREST = {"unfused": "unfused", "float32": "fa", "tensor_core": "fa_tc"}
-#: The entry point of a kernel: its name follows ``attn_``.
+#: The entry point of a kernel, whose name follows ``attn_``.
 ENTRY_POINT = re.compile(r'extern\s+"C"\s+__global__\s+[^;{]*?\battn_(\w+)\s*\(')
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a copy of a rung in a .cu file")
     group.add_argument("--name", metavar="NAME", help="its entry point is attn_NAME")
     group.add_argument(
-        "--family", choices=tuple(NEAREST), help="where it rounds (default: float32, as fa)"
+        "--family", choices=tuple(NEAREST), help="its rounding (default: float32, as fa)"
     )
     group.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="types that it takes")
     group.add_argument(
@@ -57,13 +57,13 @@ def refuse_options(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def variant_of(args: argparse.Namespace) -> Iterator[Variant]:
-    """Give the rung of that name, or the kernel in that file, registered until the context ends.
+    """Yield the rung of that name, or the kernel in that file, which is registered within the
+    context.
 
     Raises
     ------
     ValueError
-        For an option that describes a kernel in a file beside the name of a rung; else as
-        `from_file`.
+        If an option describes a kernel in a file, but a rung is named; and as `from_file`.
     """
     if not is_file(args.variant):
         refuse_options(args)
@@ -126,14 +126,14 @@ def from_file(args: argparse.Namespace) -> tuple[Variant, list[str]]:
 
 
 def compile_everywhere(variant: Variant) -> tuple[str, ...]:
-    """Compile a registered kernel for every architecture that NVRTC knows; return these.
+    """Compile a registered kernel for every architecture that NVRTC supports; return these.
 
     Raises
     ------
     UnsupportedError
         If there is no NVRTC.
     KernelCompileError
-        With the compiler's first error.
+        If it does not compile; the message has the compiler's first error.
     KernelLaunchError
         If its tiles need more shared memory than one of them allows.
     """
@@ -144,7 +144,7 @@ def compile_everywhere(variant: Variant) -> tuple[str, ...]:
     for launch in own_launches(variant):
         for arch in archs:
             compiler.build(launch.module, arch)
-    for head_dim in variant.tiles:  # the largest that its tiles are for
+    for head_dim in variant.tiles:  # the largest for which its tiles are meant
         for launch in own_launches(variant, head_dim):
             binary = compiler.translate(launch.module, launch.module.least_arch)
             for arch in archs:

@@ -1,4 +1,4 @@
-"""A kernel in a file whose launch a TOML file describes: what the commands that run it share."""
+"""Code shared by commands that run a kernel in a file, whose launch a TOML file describes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def description_of(args: argparse.Namespace, options: Sequence[str]) -> Path | N
     args : argparse.Namespace
         ``variant``, ``launch`` and ``arguments``.
     options : sequence of str
-        Options that the command takes beside a description.
+        Options that the command accepts with a description.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def description_of(args: argparse.Namespace, options: Sequence[str]) -> Path | N
     Raises
     ------
     ValueError
-        For an option that only a rung takes, or a description without a file.
+        For an option that applies only to rungs, or for a description without a file.
     """
     path = Path(args.variant or "")
     if path.suffix not in KERNEL_FILES:
@@ -63,13 +63,13 @@ def description_of(args: argparse.Namespace, options: Sequence[str]) -> Path | N
         if name.startswith("--") and not any(known.startswith(name) for known in options):
             raise ValueError(
                 f"{name} is for a rung of the ladder: arrays and numbers of a kernel in a file "
-                "stand in its .toml"
+                "are in its .toml"
             )
     return Path(args.launch) if args.launch else beside
 
 
 def read(description: Path, arch: str | None = None) -> LaunchFile:
-    """Read a description; `arch` replaces its own.
+    """Read a description; `arch` replaces the architecture in it.
 
     Raises
     ------
@@ -88,7 +88,7 @@ def run_interpreted(path: Path, given: LaunchFile) -> None:
 
 
 def judge_arrays(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
-    """Compare the output of a kernel in a file with the bound of the rounding that it states."""
+    """Compare the output of a kernel in a file with the bound of its stated rounding."""
     tensors = {name: arrays[judged[name]] for name in launch_file.TENSORS if name in judged}
     words = {name: judged[name] for name in launch_file.NUMERICS if name in judged}
     if "v_codes" in words:  # v is the array
@@ -98,7 +98,7 @@ def judge_arrays(arrays: dict[str, Any], judged: dict[str, Any]) -> Report:
 
 
 def judged_table(description: Path, given: LaunchFile) -> dict[str, Any]:
-    """Return the table ``[judge]``, which `verify` cannot do without."""
+    """Return the table ``[judge]``, which `verify` requires."""
     if given.judged is None:
         raise ValueError(
             f"{description} has no table [judge], which names q, k, v, o and what the kernel "
@@ -144,7 +144,7 @@ def draw(given: LaunchFile, judged: dict[str, Any], distribution: str, seed: int
 
 
 def operations(arrays: dict[str, Any], judged: dict[str, Any]) -> int:
-    """Return the floating-point operations of attention, masked pairs left out."""
+    """Return the number of floating-point operations of attention, without masked pairs."""
     q, k, v = (arrays[judged[name]] for name in "qkv")
     layout = judged.get("layout", "BHSD")
     options = {n: judged[n] for n in launch_file.OPTIONS if n in judged and n != "layout"}

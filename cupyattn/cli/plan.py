@@ -1,7 +1,7 @@
-"""Launches, scratch memory and memory of a call beforehand; with --devices on several devices.
+"""Predict launches, scratch memory and memory of a call; with --devices, on several devices.
 
-No array is made and no device is needed. Times and rates are those of `cupyattn.distributed.model`:
-assumed links, the measured rate of the rung."""
+No array is made and no device is needed. Times come from `cupyattn.distributed.model`, with
+assumed links and the measured rate of the rung."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cupyattn.problem.checks import AttentionSpec, check_limits
 
 #: The architecture to plan for without a device.
 _ARCH = "sm_90a"
-#: Queries and keys unless said.
+#: Default number of queries and keys.
 _LENGTH = 4096
 #: Devices and rows of ``--all-sizes``.
 DEVICES = (2, 4, 8, 16, 32, 64)
@@ -51,8 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--variant", metavar="NAME", default="auto", help="the rung (default: auto)"
     )
     parser.add_argument(
-        "--arch", metavar="NAME", help=f"plan for it (default: the device's, without one {_ARCH})"
-    )
+        "--arch", metavar="NAME",
+        help=f"architecture to plan for (default: the device's, or {_ARCH} without a device)",
+    )  # fmt: skip
     many = parser.add_argument_group("several devices")
     many.add_argument("--devices", type=int, metavar="N", default=1, help="how many (default 1)")
     many.add_argument(
@@ -61,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     many.add_argument(
         "--partition", choices=("contiguous", "zigzag"),
-        help="which rank has which rows (default: zigzag where causal)",
+        help="distribution of rows over ranks (default: zigzag if causal)",
     )  # fmt: skip
     many.add_argument(
         "--ulysses", type=int, metavar="N",
@@ -70,9 +71,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     many.add_argument(
         "--all-sizes", action="store_true",
         help=f"predict {DEVICES[0]} to {DEVICES[-1]} devices and {LENGTHS[0]:,} to {LENGTHS[-1]:,} "
-        "rows instead: which mesh is fastest, and what codes in rings win",
+        "rows instead: the fastest mesh, and the gain of codes in rings",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write the plan to a file too")
+    parser.add_argument("--json", metavar="FILE", help="write the plan to a file, too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse(args: argparse.Namespace, when: str, applies: bool, **defaults: Any) -> None:
-    """Raise ValueError for a flag that would change nothing."""
+    """Raise ValueError for a flag without effect."""
     for name, default in defaults.items():
         if applies and getattr(args, name) != default:
             raise ValueError(f"--{name.replace('_', '-')} changes nothing {when}: leave it out")
@@ -238,7 +239,7 @@ def _call(args: argparse.Namespace) -> AttentionSpec:
 def rows_of(
     call: AttentionSpec, heads: int, heads_kv: int, lengths: tuple[int, int]
 ) -> tuple[Described, Described, Described]:
-    """Describe contiguous q, k and v."""
+    """Return descriptions of contiguous q, k and v."""
     dtype, counts = STORAGE[call.dtype], {"q": heads, "k": heads_kv, "v": heads_kv}
     q, k, v = (
         Described.contiguous(
@@ -270,7 +271,7 @@ def _rated(variant: str) -> str:
 
 
 def own_arch() -> str:
-    """Return the architecture that kernels of the current device are planned for."""
+    """Return the architecture of kernels on the current device."""
     import cupy
 
     capability = int(cupy.cuda.Device().compute_capability)

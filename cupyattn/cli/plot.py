@@ -1,4 +1,4 @@
-"""Draw the ladder, one bar for each rung, and an analysis, histograms over tensors."""
+"""Draw the ladder with one bar for each rung, and an analysis as histograms over tensors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.files import replacing
 from cupyattn.measure.words import format_rate, format_share, printable
 
-#: Colours that people with any colour vision tell apart (Okabe and Ito).
+#: Colours that are distinguishable with any colour vision (Okabe and Ito).
 _RUNG, _PEER, _SECOND = "#0072B2", "#999999", "#E69F00"
 _FORMATS = (".png", ".svg", ".pdf")
 
 
 def check(path: str) -> None:
-    """Raise before anything is computed where the plot could not be written.
+    """Raise, before anything is computed, if the plot cannot be written.
 
     Raises
     ------
     UnsupportedError
         If matplotlib is missing.
     ValueError
-        If the name has another ending than .png, .svg or .pdf.
+        If the name does not end in .png, .svg or .pdf.
     OSError
         If the folder does not exist.
     """
@@ -114,7 +114,7 @@ def draw_analysis(found: Analysis, path: str) -> None:
 
 
 def save(figure: Any, path: str, *, source: str | None = None) -> None:
-    """Write a figure, the same bytes for the same figure: no date, no random names.
+    """Write a figure without date and random names, so that equal figures have equal bytes.
 
     Parameters
     ----------

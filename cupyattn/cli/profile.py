@@ -3,9 +3,9 @@ times, and --runs times more; with --nvtx, each of these is in the NVTX range "c
 Data are constant unless --random (normal), --distribution or --qkv says otherwise. A file is a .cu
 with the arguments of a rung, or any kernel with a description of its launch (`cupyattn docs
 your_kernel`). The latter runs on the arrays of the description. Without a device the interpreter
-counts its instructions, bytes and bank conflicts. With --ncu,
---sanitizer or --gdb, the command of one of NVIDIA's tools is printed and run; with --dry-run it is
-only printed, which needs no device."""
+counts its instructions, bytes and bank conflicts. With --ncu, --sanitizer or --gdb, the command of
+one of NVIDIA's tools is printed and run. With --dry-run it is only printed, which needs no
+device."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from cupyattn.ops.quantize import quantize
 from cupyattn.problem.settings import check_attention
 
 NVTX_RANGE = "cupyattn profile"
-#: Energy is counted over at least this long.
+#: Least seconds over which energy is counted.
 ENERGY_SECONDS = 3.0
-#: Options that a kernel with a description of its launch takes.
+#: Options that apply to a kernel with a description of its launch.
 DESCRIBED_OPTIONS = (
     "--launch", "--warmup", "--runs", "--energy", "--nvtx", "--json", "--ncu", "--sanitizer",
     "--gdb", "--dry-run",
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     own_launch.add_arguments(parser)
     own_kernel.add_arguments(parser)
     parser.add_argument(
-        "--warmup", type=int, metavar="N", default=2, help="runs before those that count (2)"
+        "--warmup", type=int, metavar="N", default=2, help="runs before the counted ones (2)"
     )
     parser.add_argument("--runs", type=int, metavar="N", default=3, help="runs that count (3)")
     parser.add_argument("--random", action="store_true", help="normal data in place of constant")
@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help=f"print the command that runs this under {tool}, and run it if it is installed",
         )  # fmt: skip
     parser.add_argument(
-        "--dry-run", action="store_true", help="print that command alone; needs no device"
+        "--dry-run", action="store_true", help="only print that command; needs no device"
     )
     parser.add_argument("--json", metavar="FILE", help="write what was measured")
     inputs.add_arguments(parser, "constant, batch 4, 16 heads, length 4096, head_dim 128")
@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace, variant: Variant) -> int:
     sets = timing.rotated(operands if z is None else (q, k, v))
     if z is not None:
         sets = [(z,)]
-        output.say("codes and scales are given: quantising is not part of the time")
+        output.say("codes and scales are given, so the time does not include quantising")
 
     def once(i: int) -> Any:
         return attention(*sets[i % len(sets)], variant=variant.name, **options)
@@ -185,7 +185,7 @@ def _measure(
 
 
 def chosen(args: argparse.Namespace) -> inputs.Input:
-    """Return the input that the options ask for: a file's arrays, or data of a shape.
+    """Return the input chosen by the options: a file's arrays, or data of a shape.
 
     Raises
     ------
@@ -251,7 +251,7 @@ def ncu_command(arguments: Sequence[str], variant: str) -> list[str]:
 
 
 def sanitizer_command(arguments: Sequence[str], variant: str) -> list[str]:
-    """Return the command that looks for faults of memory in ``cupyattn profile ARGUMENTS``."""
+    """Return the compute-sanitizer command that checks memory in ``cupyattn profile ARGUMENTS``."""
     return ["compute-sanitizer", "--tool", "memcheck", *_profile(arguments)]
 
 

@@ -1,6 +1,6 @@
-"""One self-contained page of HTML from records of measurements: files, or all of a folder; without
-any, from the ladder on a small input, run now. The page needs no network, follows the reader's
-colour scheme and can be read on a phone."""
+"""Write one self-contained HTML page from records of measurements. Give files, or folders for all
+their records. Without any, the ladder runs now on a small input. The page needs no network,
+follows the reader's colour scheme and can be read on a phone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def given(paths: list[Path]) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and records of files, and of all in folders.
+    """Return names and records of files, and of all files in folders.
 
     Raises
     ------
@@ -62,7 +62,7 @@ def given(paths: list[Path]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def run_ladder() -> list[tuple[str, dict[str, Any]]]:
-    """Return the record of the ladder on a small input, run now."""
+    """Run the ladder on a small input now, and return its record."""
     with tempfile.TemporaryDirectory(prefix="cupyattn-report-") as folder:
         file = Path(folder) / "ladder.json"
         parser = argparse.ArgumentParser()

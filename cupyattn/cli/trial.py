@@ -1,8 +1,8 @@
-"""Run a pipeline of your own native and accelerated in turns: time, memory, quality.
+"""Run your pipeline native and accelerated in turns, and compare time, memory and quality.
 
 FILE.py:NAME is a function without arguments that returns the pipeline (or a model) and the
 arguments of its call: ``def flux(): return pipe, {"prompt": "a cat", "num_inference_steps": 28}``.
-Each run is written to the record when it ends: the same command goes on where it was stopped.
+Each run is recorded when it ends, so the same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accuracy", choices=("full", "balanced", "aggressive"), default="full",
                         help="class of attention (full: 16 bits)")  # fmt: skip
     parser.add_argument("--compile", choices=("blocks", "graphs", "off"), default="blocks",
-                        help="how models are compiled, native ones, too (blocks)")  # fmt: skip
+                        help="compilation of all models, native ones, too (blocks)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=7, metavar="N",
-                        help="runs of each way that are timed (7)")  # fmt: skip
-    parser.add_argument("--checkpoint", metavar="DIR", help="INT8 codes: nothing is quantised")
+                        help="timed runs of each way (7)")  # fmt: skip
+    parser.add_argument("--checkpoint", metavar="DIR", help="INT8 codes, in place of quantising")
     parser.add_argument("--seed", type=int, default=0, help="of each run's generator (0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record (NAME.trial.json)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the page (NAME.trial.html)")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         if record.exists():
-            _progress(f"{record} has the runs so far: the same command goes on behind them")
+            _progress(f"{record} has the runs so far: the same command continues after them")
         raise
     finally:
         handle.restore()

@@ -1,10 +1,10 @@
-"""Compare every rung with float64 on every distribution: J1 (operands to the bit), J2 (the kernel
-against its bound, output and log-sum-exp), J3 (quantisation against its bound). For the path of a
-file, the kernel in it is checked by J2, on the device, or in the interpreter if there is none: a
-.cu with the arguments of a rung, or any kernel with a description of its launch (`cupyattn docs
-your_kernel`), whose q, k and v are drawn from every distribution in the sizes of the description.
-Exit status 1 if a check fails, 2 if nothing can be run. The float64 references are stored in the
-cache folder."""
+"""Compare every rung with float64 on every distribution. J1 compares operands bit for bit, J2 the
+kernel's output and log-sum-exp with their bounds, and J3 the effect of quantisation with its
+bound. The kernel of a file is checked by J2, on the device, or in the interpreter if there is
+none. A file is a .cu with the arguments of a rung, or any kernel with a description of its launch
+(`cupyattn docs your_kernel`). Its q, k and v are then drawn from every distribution, in the sizes
+of the description. Exit status 1 if a check fails, 2 if nothing can be run. The float64 references
+are stored in the cache folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from cupyattn.runtime.origins import WORDS
 LOG = logging.getLogger("cupyattn")
 
 
-#: Options that a kernel with a description of its launch takes.
+#: Options that apply to a kernel with a description of its launch.
 DESCRIBED_OPTIONS = ("--launch", "--distribution", "--seed", "--json")
 
 
@@ -66,14 +66,15 @@ class Shape:
     offset_k: float = 0.0
 
 
-#: A plain square, and everything awkward at once: grouped heads, tails, a head_dim to pad, a mask.
+#: A plain square problem, and one with grouped heads, tails, a padded head_dim and a mask.
 SHAPES = (
     Shape("square", 2, 2, 256, 256, 64, False),
     Shape("ragged, grouped, causal", 4, 2, 77, 131, 40, True),
 )
 #: For a kernel in a file: only this input exposes a running maximum that starts at 0.
 BELOW = Shape("scores far below 0", 1, 1, 20, 40, 64, False, 3.0, -7.0)
-#: SHAPES for a kernel in the interpreter, which is slow: several steps, tails, one row.
+#: SHAPES for a kernel in the interpreter, which is slow. They have several steps, tails, or one
+#: row.
 SMALL_SHAPES = (
     Shape("square", 1, 1, 64, 64, 16, False),
     Shape("ragged, grouped, causal", 4, 2, 35, 83, 24, True),
@@ -149,7 +150,7 @@ def _backend(variant: Variant, missing: str) -> str:
 
 
 def _shapes(variant: Variant, backend: str) -> tuple[Shape, ...]:
-    """Return the shapes that a rung is held to."""
+    """Return the shapes on which a rung is checked."""
     if not variant.source:
         return SHAPES
     return SMALL_SHAPES if backend == "interpret" else (*SHAPES, BELOW)
@@ -278,7 +279,7 @@ def operands_equal(z: QuantizedQKV, host: tuple[Any, Any, Any]) -> bool:
     Parameters
     ----------
     z : QuantizedQKV
-        Of the kernels, on a device or in the interpreter.
+        Codes of the kernels, on a device or in the interpreter.
     host : (q, k, v)
         The same inputs as NumPy arrays. The mean of the keys is taken from `z`: sums may run in
         any order.
@@ -323,7 +324,7 @@ def cached_exact(
         with disk_cache.open_own(path) as raw, np.load(raw, allow_pickle=False) as file:
             o, lse = file["o"], file["lse"]
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
-        # Not there, cut short by a crash, or another user's: computed, and written again.
+        # Not there, cut short by a crash, or another user's: computed and written again.
         o, lse = exact.attention_exact(q, k, v, rows=rows, return_lse=True, **options)
         _write(path, on_host(o), on_host(lse))
         return o, lse
@@ -331,7 +332,7 @@ def cached_exact(
     return xp.asarray(o), xp.asarray(lse)
 
 
-#: An option that is left out and one that is given its default are one call.
+#: An omitted option and an option with its default value are the same call.
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(exact.attention_exact).parameters.items()
@@ -359,7 +360,7 @@ def _key(operands: tuple[Any, ...], options: dict[str, Any]) -> str:
 
 
 def _write(path: Path, o: Any, lse: Any) -> None:
-    """Write a reference whole; a folder that cannot be written to is no reason to fail."""
+    """Write a whole reference; if the folder cannot be written, only warn."""
     try:
         if not disk_cache.make_folder(path.parent):
             return
@@ -378,7 +379,7 @@ def reference_info() -> tuple[int, int]:
 
 
 def clear_references() -> int:
-    """Forget every reference; return how many there were."""
+    """Delete every reference; return their number."""
     paths = disk_cache.regular_files(_folder(), ".npz")
     for path in paths:
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""``cupyattn verify`` of a kernel in a file with a description of its launch."""
+"""``cupyattn verify`` for a kernel in a file with a description of its launch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, description: Path) -> int:
 def _cell(
     path: Path, description: Path, judged: dict[str, Any], name: str, seed: int, interpreted: bool
 ) -> dict[str, Any]:
-    """Run the kernel on one distribution, and return the record of it."""
+    """Run the kernel on one distribution, and return the record of the run."""
     given = own_launch.read(description)  # outputs as they are before the launch
     own_launch.draw(given, judged, name, seed)
     cell = {"distribution": name, "ok": False, "j2": None, "lse": None, "at": "", "finding": ""}
@@ -82,6 +82,6 @@ def _verdict(cell: dict[str, Any]) -> str:
 
 
 def _largest(cells: list[dict[str, Any]]) -> str:
-    """Return the largest ratio of all in words."""
+    """Return the largest ratio of error to bound, in words."""
     ratios = [x for cell in cells for x in (cell["j2"], cell["lse"]) if x is not None]
     return f"largest error / bound {max(ratios):.3g}" if ratios else "no output to judge"

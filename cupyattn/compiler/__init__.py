@@ -1,1 +1,1 @@
-"""From a .cu file to a loaded kernel: NVRTC, the cache of compiled kernels, targets."""
+"""Turn a .cu file into a loaded kernel: NVRTC, the cache of compiled kernels, targets."""

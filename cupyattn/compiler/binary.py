@@ -1,4 +1,4 @@
-"""What the compiler makes, and how the cache on disk keeps it."""
+"""The compiler's output, and its format in the cache on disk."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _parse(payload: bytes, arch: str, version: tuple[int, int], machine: bool) -
     if ".version " not in binary.ptx or f".target {arch}" not in binary.ptx or not entries:
         raise ValueError("its PTX has no version, target or entry point")
     if binary.smem_bytes != parse_smem_bytes(binary.ptx):
-        raise ValueError("its shared memory is not that of its PTX")
+        raise ValueError("its shared memory differs from its PTX")
     known = entries if machine else set()
     if binary.kernels != parse_resources(binary.log) or not set(binary.kernels) <= known:
-        raise ValueError("its kernels are not those of its PTX and its log")
+        raise ValueError("its kernels differ from its PTX and its log")
     if cubin.startswith(b"\x7fELF") != machine or (cubin and not machine):
         raise ValueError("its machine code is no ELF file" if machine else "it has machine code")
     if missing := [name for name in entries if machine and name.encode() not in cubin]:

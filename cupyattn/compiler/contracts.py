@@ -21,7 +21,7 @@ from cupyattn.compiler.modules import ModuleSpec, read_source
 from cupyattn.errors import KernelCompileError
 from cupyattn.kernels.tiles import GemmTiles, Tiles
 
-#: At the start of a line: what stands in a function or a template is left to the compiler.
+#: Contracts at the start of a line. The compiler checks the others, in functions and templates.
 _ASSERT = re.compile(r'^static_assert\(\s*((?:[^;"])*?),\s*"([^"]*)"\s*\);', re.MULTILINE)
 _CONSTANT = re.compile(r"^constexpr (?:int|bool) (\w+)\s*=\s*([^;{]*);", re.MULTILINE)
 _MACRO = re.compile(r"^#define (CFG_\w+) (\d+)", re.MULTILINE)

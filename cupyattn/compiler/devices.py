@@ -1,4 +1,4 @@
-"""What a device runs: the architecture to compile for, and the shared memory of a block."""
+"""Properties of a device: the architecture to compile for, and the shared memory of a block."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ def regular_files(folder: Path, suffix: str) -> list[Path]:
 
 
 def why_unused(folder: Path) -> str | None:
-    """Return why a folder is not used as a cache, None where it is or does not exist."""
+    """Return why a folder is not used as a cache, or None if it is used or does not exist."""
     try:
         status, target = folder.lstat(), folder.stat()
     except OSError:
-        return None  # opening a file in it says what is wrong
+        return None  # opening a file in it raises the error
     # NOTE: the owner of a link decides its target.
     return writable_by_others(status) or writable_by_others(target)
 

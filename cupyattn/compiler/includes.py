@@ -1,4 +1,4 @@
-"""Which headers a CUDA source reaches: what the key of the compile cache has to cover."""
+"""Find all headers that a CUDA source includes, which the key of the compile cache must cover."""
 
 from __future__ import annotations
 

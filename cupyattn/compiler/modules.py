@@ -1,4 +1,4 @@
-"""From ``.cu`` to a loaded kernel: NVRTC, a cache keyed by everything that matters, RawModule.
+"""Turn a ``.cu`` file into a loaded kernel: NVRTC, the cache with its keys, RawModule.
 
 `build` turns a `ModuleSpec` into a `Binary` with no GPU, no driver and no CuPy; `load` puts that
 binary on the current device. This is the only file that mentions ``cupy.RawModule``.
@@ -15,6 +15,7 @@ import logging
 import re
 import tempfile
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,6 +82,12 @@ class ModuleSpec:
 
     source: str | Path
     defines: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, source: str | Path, *defines: Mapping[str, int]) -> ModuleSpec:
+        """Specialise a source by the macros of tiles, features and others, sorted by name."""
+        named = {name: value for some in defines for name, value in some.items()}
+        return cls(source, tuple(sorted(named.items())))
 
     @property
     def path(self) -> Path:

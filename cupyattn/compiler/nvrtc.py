@@ -55,7 +55,7 @@ class NvrtcError(RuntimeError):
 
 @dataclass(frozen=True)
 class Output:
-    """What one compilation leaves: PTX text, a whole cubin, and the compiler's log."""
+    """Result of one compilation: PTX text, a whole cubin, and the compiler's log."""
 
     ptx: str
     cubin: bytes

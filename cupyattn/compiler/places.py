@@ -1,4 +1,4 @@
-"""Where sources lie, kept out of compiled kernels: equal sources in two checkouts share an entry.
+"""Keep paths of sources out of compiled kernels, so equal sources in two checkouts share an entry.
 
 ``-lineinfo`` writes the paths of sources into a binary. NVRTC therefore reads them through links
 whose paths have a fixed length. `Places.anonymous` replaces those paths by placeholders before a

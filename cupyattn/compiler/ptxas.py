@@ -1,4 +1,4 @@
-"""What the compiler says of a kernel: the report of ``ptxas -v``, and a variable of its PTX."""
+"""Read the compiler's report on a kernel, by ``ptxas -v``, and a variable of its PTX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cupyattn.errors import KernelCompileError
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, as ptxas reports it.
+    """Resources of one kernel, as ptxas reports them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How large the compile cache may become; beyond that the least recently used entries go.
+"""Limit the size of the compile cache: beyond it, the least recently used entries are deleted.
 
 An entry's modification time is the time of its last use: writing sets it, `disk_cache.read` renews
 it. Access times would need no care, but most file systems are mounted so that they stand still.
@@ -44,7 +44,7 @@ _UNFINISHED = re.compile(rf"\.{ENTRY.pattern}\.[0-9a-f]+\.tmp")
 #: and leaves an eighth of the limit free, before it writes more than its part of that eighth. So
 #: all writes between two listings fit. Listing thousands of files takes 0.1 s.
 _WRITERS, _FREE = 16, 8
-#: By folder: the limit for which this process listed it last, and bytes that it may still write.
+#: The limit at this process's last listing of each folder, and the bytes that it may still write.
 _room: dict[Path, tuple[int | None, float]] = {}
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -70,7 +70,7 @@ def parse(text: str, name: str) -> int | None:
     ----------
     text : str
     name : str
-        Of the variable or option, for the message.
+        Name of the variable or option, for the message.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def wrote(limit: int | None, key: str) -> None:
     limit : int or None
         Bytes; None: any number.
     key : str
-        Of the entry, which stays.
+        Key of the entry to keep.
     """
     folder = cache_folder()
     try:

@@ -1,4 +1,4 @@
-"""Where kernels run: backends, architectures and compute capabilities."""
+"""Choose where kernels run: backends, architectures and compute capabilities."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Choice:
     variant : str
         The rung.
     quant : QuantConfig or None
-        Of `fa_int8`.
+        Configuration of `fa_int8`.
     """
 
     name: str
@@ -281,7 +281,7 @@ def _add_times(
 
 
 def _add_errors(found: Sequence[dict[str, Any]]) -> None:
-    """Add to each row its relative error over that of the default of fa_int8."""
+    """Add to each row its relative error as a multiple of the default of fa_int8."""
     errors = {row["variant"]: row["judgement"]["relative_error"] for row in found
               if row["judgement"]}  # fmt: skip
     for row in found:

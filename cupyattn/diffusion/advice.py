@@ -1,9 +1,10 @@
 """Prediction of a diffusion transformer's gain, from its shapes and stored rates.
 
-A pass has three parts. Linear layers take time by their operations, attention by operations and
-head_dim, and the rest by the elements that layers read and write. INT8 layers and our attention
-save a time for each operation. The rates were fitted to whole models; ``python -m
-experiments.tuning.advice_rates`` writes them.
+A pass has three parts. Linear layers take time by their operations. Attention takes time by
+operations, head_dim and number of keys, the rest by elements that layers read and write. INT8
+layers and our attention save a time for each operation. In a model our attention also saves copies
+of Q, K, V and O. Rates of attention were measured in single calls. The others were fitted to whole
+models; ``python -m experiments.tuning.advice_rates`` writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from cupyattn.diffusion.work import Work
 
 FILE = Path(__file__).with_name("advice_rates.json")
-#: Gains below this are too small to be told from the error of a prediction.
+#: Gains below this are indistinguishable from the error of a prediction.
 LEAST_GAIN = 1.02
 #: Sizes of the models that rates were fitted to, with some room: beyond them nothing is advised.
 LEAST_WIDTH, LEAST_TOKENS = 1024, 2048
@@ -39,6 +40,8 @@ class Rates:
         Torch's attention, by kind.
     saved_attention : mapping of str to mapping
         Savings of our attention, by accuracy class and kind.
+    saved_copies : mapping of str to float
+        Savings for each element of Q, K, V and O, by accuracy class.
     traffic : float
     """
 
@@ -47,6 +50,7 @@ class Rates:
     saved_linear: float
     attention: Mapping[str, float]
     saved_attention: Mapping[str, Mapping[str, float]]
+    saved_copies: Mapping[str, float]
     traffic: float
 
 
@@ -127,7 +131,8 @@ def advise(
     seconds = of.linear * work.linear / 1e12 + time(of.attention) + of.traffic * work.traffic / 1e9
     saved = {
         "linear": of.saved_linear * work.linear / 1e12,
-        "attention": time(of.saved_attention[accuracy]),
+        "attention": time(of.saved_attention[accuracy])
+        + of.saved_copies[accuracy] * work.copies / 1e9,
     }
     refusal = ""
     small = [f"{tokens:,} tokens (at least {LEAST_TOKENS:,})"] * (tokens < LEAST_TOKENS)

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 def needs_head_dim(method: Callable[P, R]) -> Callable[P, R]:
-    """Let an ``__init__`` of (num_heads, head_dim, ...) say what a call without them lacks.
+    """Let an ``__init__`` of (num_heads, head_dim, ...) report missing arguments.
 
     Code of the founding notes leaves head_dim out.
     """
@@ -80,7 +80,7 @@ def check_number(name: str, value: Any, said: str, allowed: Callable[[float], bo
     Raises
     ------
     ValueError
-        For what is no number, and for others than those allowed.
+        If `value` is not a number, or not an allowed one.
     """
     if not isinstance(value, numbers.Real) or not allowed(as_float(value)):
         raise ValueError(f"{name} must be {said}, got {shown(value)}")
@@ -93,7 +93,7 @@ def check_timestep(name: str, value: Any, count: int) -> int:
     Raises
     ------
     TypeError
-        For what is no number of the host: one on a device would be waited for.
+        If it is not a number on the host, since reading a device would synchronise.
     ValueError
         For an index outside.
     """
@@ -111,7 +111,7 @@ def check_percentile(percentile: Any) -> float:
     Raises
     ------
     TypeError
-        For what is not a number.
+        If it is not a number.
     ValueError
         For a number outside that range. One of at most 1 is a fraction in nearly every case.
 

@@ -56,7 +56,7 @@ class Int8Attention:
     Parameters
     ----------
     num_heads, head_dim : int
-        Of the queries; keys and values may have fewer heads, a divisor of `num_heads`.
+        Heads of the queries and their size; k and v may have a divisor of `num_heads`.
     num_timesteps : int
         Entries of the schedule.
     use_adaptive_scaling : bool, optional
@@ -206,8 +206,8 @@ class Int8Attention:
         for variant in ("fa_tc", "fa_int8"):
             tiles = self._tiles(variant, "portable")
             if tiles is not None:
-                defines = {**tiles.defines(), "CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
-                spec = ModuleSpec(f"attn_{variant}.cu", tuple(sorted(defines.items())))
+                own = {"CFG_HEAD_DIM": self.head_dim, "CFG_VEC": 1}
+                spec = ModuleSpec.of(f"attn_{variant}.cu", tiles.defines(), own)
                 check_tiles(spec, tiles, f"{variant} (portable)")
         self._settings = Int8AttentionSettings(
             attention_type, window_size, block_size, block_mask, enable_pruning, pruning_ratio,
@@ -229,7 +229,7 @@ class Int8Attention:
         self._fallbacks: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    # ---- what a step means -----------------------------------------------------------------------
+    # ---- the meaning of a step -------------------------------------------------------------------
 
     def step(self, timestep: int | None = None, sigma: float | None = None) -> Step:
         """Return the properties of a step; exactly one of the two arguments is given.
@@ -287,7 +287,7 @@ class Int8Attention:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How many calls fell back to 16 bits, by reason."""
+        """Number of calls that fell back to 16 bits, by reason."""
         with self._lock:
             return dict(self._fallbacks)
 
@@ -336,7 +336,7 @@ class Int8Attention:
         Returns
         -------
         o : array, (batch, num_heads, len_q, head_dim)
-            Kind and dtype of q; with `out_proj` what that makes of it.
+            Kind and dtype of q; with `out_proj`, the result of that.
         kept : array, bool, (batch, num_heads, len_kv)
             Where `return_mask` says so: True for the keys that were kept. All True without pruning.
 
@@ -480,7 +480,7 @@ class Int8Attention:
         if settings.enable_pruning:
             if not extras["mask"] is extras["rope"] is extras["qk_norm"] is None:
                 raise UnsupportedError(
-                    "token pruning looks at keys and moves those that it keeps, so it takes no "
+                    "token pruning reads keys and moves the kept keys, so it takes no "
                     "mask, no rope and no qk_norm: normalise and turn q and k beforehand, or leave "
                     "pruning out"
                 )
@@ -559,9 +559,9 @@ class Int8Attention:
         Parameters
         ----------
         mode : str
-            Of `cupyattn.diffusion.MODES`.
+            One of `cupyattn.diffusion.MODES`.
         step : Step
-            Of `step`.
+            Result of `step`.
         run : callable
             Is given `variant`, `quant`, `tiles`, `scale`, `backend` and `arch` of
             `cupyattn.attention`, as named arguments, and raises UnsupportedError as that does.

@@ -16,7 +16,7 @@ from cupyattn.arrays.interchange import on_host, operand, take
 from cupyattn.arrays.kinds import Array, array_namespace, check_values
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.arguments import check_percentile, check_timestep
-from cupyattn.diffusion.recordings import Recording
+from cupyattn.diffusion.recordings import HasRecording, Recording, recording_of
 from cupyattn.diffusion.schedules import SnrBins, check_sigmas, compute_sigma_schedule
 from cupyattn.quant.quantizers import channel_mean, scale_of_absmax
 
@@ -144,10 +144,10 @@ class Calibration:
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray], said: str) -> Calibration:
-        """Return what `to_arrays` took apart; ValueError or KeyError for anything else."""
+        """Undo `to_arrays`; raise ValueError or KeyError for anything else."""
         rest = json.loads(said)
         if rest["content"] != _digest(arrays):
-            raise ValueError("its arrays are not those that were written")
+            raise ValueError("its arrays have changed since they were written")
         return cls(
             arrays["q_scale"], arrays["k_scale"],
             SnrBins(tuple(map(float, arrays["log_snr_edges"]))), int(rest["head_dim"]),
@@ -157,7 +157,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, source_hash: str | None = None) -> Calibration:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ class Calibration:
 
 
 def calibrate_quantization_scales(
-    batches: Iterable[Sequence[Any]] | str | os.PathLike[str],
+    batches: Iterable[Sequence[Any]] | HasRecording | str | os.PathLike[str],
     percentile: float = 99.0,
     of: str = "maxima",
     *,
@@ -199,7 +199,7 @@ def calibrate_quantization_scales(
 
     Parameters
     ----------
-    batches : iterable of (q, k) or (q, k, timestep), Recording or path of one
+    batches : iterable of (q, k) or (q, k, timestep), Recording, Recorder or path
         Q (batch, heads, len, head_dim) and K (batch, heads_kv, len, head_dim) as `Int8Attention`
         would get them, after any rotary embedding; NumPy, CuPy or DLPack. V has no static scales.
         The layers of a recording have one size, and all get the same scales. For scales of each
@@ -243,8 +243,7 @@ def calibrate_quantization_scales(
     >>> found.q_scale, found.heads, found.head_dim
     (array([[2., 1.]], dtype=float32), 2, 2)
     """
-    if isinstance(batches, (str, os.PathLike)):
-        batches = Recording.load(batches)
+    batches = recording_of(batches)
     if callable(batches) or not isinstance(batches, Iterable):
         raise TypeError(
             f"batches must be recorded (q, k) or (q, k, timestep), got {type(batches).__name__}: "

@@ -30,7 +30,7 @@ def stack_queries(q_cond: Array, q_uncond: Array) -> Array:
     Returns
     -------
     array, (batch, 2 heads, len_q, head_dim)
-        Head 2 h is head h of the conditional branch, 2 h + 1 that of the other.
+        Head 2 h is head h of the conditional branch, and 2 h + 1 is head h of the other.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def _check_alike(q_cond: Array, q_uncond: Array) -> None:
 
 
 def split_branches(o: Array) -> tuple[Array, Array]:
-    """Return views of the two branches of what `stack_queries` led to."""
+    """Return views of the two branches in a result for `stack_queries`."""
     return o[:, ::BRANCHES], o[:, 1::BRANCHES]
 
 

@@ -44,7 +44,7 @@ class KeptKeys:
     count : int
         Keys to keep in each head.
     needed : mapping of str to int
-        Of `pruning.bytes_needed`, for the message where memory cannot be had.
+        Result of `pruning.bytes_needed`, for the message if memory is short.
     """
 
     def __init__(

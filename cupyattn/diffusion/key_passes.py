@@ -1,10 +1,9 @@
-"""Which kernels find the keys that count and move them together: pure data."""
+"""Plan the kernels that find the kept keys and gather them: pure data."""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.operand import Operand, widest
@@ -111,8 +110,8 @@ def _splits(k: Operand) -> tuple[int, int]:
     return -(-len_kv // keys), keys
 
 
-def _spec(source: str, tiles: Tiles, features: Features) -> ModuleSpec:
-    return ModuleSpec(source, tuple(sorted({**tiles.defines(), **features.defines()}.items())))
+def _spec(source: str, tiles: Tiles, features: Features, **more: int) -> ModuleSpec:
+    return ModuleSpec.of(source, tiles.defines(), features.defines(), more)
 
 
 def _check_length(len_kv: int) -> None:
@@ -143,7 +142,7 @@ def plan_key_importance(
     dtype : {"float16", "bfloat16"}
         Their storage type.
     scale : float
-        Of the softmax.
+        Softmax scale.
     sampled : range
         Rows of q to look at.
     once : bool
@@ -198,9 +197,8 @@ def plan_key_importance(
 def _one_pass(heads: int, features: Features, params: dict[str, Any], key_sums: bool) -> Launches:
     """Return the launch of clusters that read the keys of so many heads once."""
     tiles, blocks = cluster_tiles(params["len_kv"], features.head_dim)
-    plain = _spec("pruning/sm90/key_importance.cu", tiles, features)
     more = {"CFG_SPLITS": blocks, **({"CFG_KEY_SUMS": 1} if key_sums else {})}
-    spec = replace(plain, defines=tuple(sorted((*plain.defines, *more.items()))))
+    spec = _spec("pruning/sm90/key_importance.cu", tiles, features, **more)
     check_grid("key_importance", heads, blocks)
     turns = min(_MOST_TURNS, max(1, heads * blocks // _WAVES_OF_BLOCKS))
     grid = -(-heads // turns) * blocks

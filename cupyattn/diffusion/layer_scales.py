@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyattn.diffusion import storage
 from cupyattn.diffusion.calibration import Calibration, calibrate_quantization_scales
-from cupyattn.diffusion.recordings import Recording
+from cupyattn.diffusion.recordings import HasRecording, Recording, recording_of
 from cupyattn.errors import shown
 
 _KIND, _VERSION = "cupyattn.calibrations", 1
@@ -34,7 +34,7 @@ class Calibrations(dict[str, Calibration]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibrations:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises
         ------
@@ -60,14 +60,16 @@ class Calibrations(dict[str, Calibration]):
 
 
 def calibrate(
-    recording: Recording | str | os.PathLike[str], percentile: float = 99.0, **options: Any
+    recording: Recording | HasRecording | str | os.PathLike[str],
+    percentile: float = 99.0,
+    **options: Any,
 ) -> Calibrations:
     """Find static scales of Q and K for each layer of a recorded model.
 
     Parameters
     ----------
-    recording : Recording or path
-        Of `cupyattn.interop.torch.record`, or its file.
+    recording : Recording, Recorder or path
+        Result of `cupyattn.interop.torch.record`, or its file.
     percentile, **options
         As for `calibrate_quantization_scales`: of, num_bins and smooth_k. The recorded schedule
         gives the bins.
@@ -81,7 +83,7 @@ def calibrate(
     ValueError
         As `calibrate_quantization_scales`; also for a recording without attention.
     TypeError
-        For what is no recording.
+        If `recording` is not a recording.
 
     Examples
     --------
@@ -91,8 +93,7 @@ def calibrate(
     >>> found["blocks.0.attn"].q_scale
     array([[2.]], dtype=float32)
     """
-    if isinstance(recording, (str, os.PathLike)):
-        recording = Recording.load(recording)
+    recording = recording_of(recording)
     if not isinstance(recording, Recording):
         raise TypeError(
             f"recording must be one of cupyattn.interop.torch.record, or its file, got "

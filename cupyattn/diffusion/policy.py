@@ -1,4 +1,4 @@
-"""Which arithmetic attention takes at which timestep: three modes, and what chooses among them."""
+"""Choose the arithmetic of attention at each timestep: three modes, and the policies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PrecisionPolicy(Protocol):
         timestep : int
             Index into the schedule, 0 = most noise.
         ratio : float
-            Noise-to-signal ratio of the step over that of the schedule's middle.
+            Noise-to-signal ratio of the step relative to the schedule's middle.
         """
         ...
 
@@ -123,7 +123,7 @@ class TablePolicy:
     Parameters
     ----------
     modes : tuple of str
-        Of `MODES`, one for each timestep.
+        Names in `MODES`, one for each timestep.
 
     Examples
     --------
@@ -144,7 +144,7 @@ class TablePolicy:
 
 
 def as_policy(policy: Any, num_timesteps: int) -> PrecisionPolicy:
-    """Return what a caller gives for a policy as one.
+    """Return a policy from the caller's argument.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ def check_mode(mode: Any) -> str:
 
 
 def middle_ratio(sigmas: Float64) -> float:
-    """Return what ratios are compared with: entry n // 2 of a schedule.
+    """Return the ratio for comparisons: entry n // 2 of a schedule.
 
     Raises
     ------

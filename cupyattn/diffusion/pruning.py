@@ -108,7 +108,8 @@ def weigh_keys(
     arch: str | None,
     key_sums: bool = False,
 ) -> tuple[Array, Array | None]:
-    """Return what `key_importance` does, and with `key_sums` the sums of the keys that it reads.
+    """Return the result of `key_importance`, and with `key_sums` the sums of the keys that it
+    reads.
 
     Parameters
     ----------
@@ -200,7 +201,7 @@ def _check_operands(q: Array, k: Array, scale: float | None) -> float:
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must agree on batch and head_dim, {got}")
     if q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
-        raise ValueError(f"the heads of k must divide those of q, {got}")
+        raise ValueError(f"the heads of k must divide the heads of q, {got}")
     if q.dtype != k.dtype or q.dtype.name not in (*STORAGE, "float64"):
         raise TypeError(
             f"q and k must both be one of {', '.join(STORAGE)} or float64, got {q.dtype} and "
@@ -224,7 +225,7 @@ def _kernels_weigh(backend: str, q: Any, k: Any) -> bool:
 
 
 def _mean_probabilities(q: Array, k: Array, scale: float, sampled: range) -> Array:
-    """Return what `key_importance` does, with the functions of the arrays' own library."""
+    """Return the result of `key_importance`, computed by the arrays' library."""
     xp = array_namespace(q, k)
     batch, heads_kv, _, head_dim = k.shape
     rows = q[:, :, sampled.start :: sampled.step]
@@ -242,7 +243,7 @@ def _mean_probabilities(q: Array, k: Array, scale: float, sampled: range) -> Arr
 def bytes_needed(
     q: Array, k: Array, v: Array, rows: int, backend: str | None = None
 ) -> dict[str, int]:
-    """Return what pruning takes of memory beside its operands, by name.
+    """Return the bytes of memory that pruning needs beside its operands, by name.
 
     Parameters
     ----------
@@ -276,7 +277,7 @@ def count_above(importance: Array, threshold: float) -> int:
     ----------
     importance : array, (batch, heads_kv, len_kv)
     threshold : float
-        In multiples of what every key would get if all got the same.
+        In multiples of the uniform share of a key.
 
     Notes
     -----
@@ -373,7 +374,7 @@ def _moved(rows: dict[str, Array], importance: Array, count: int, backend: str) 
 
 
 class _Compact(Operation):
-    """Choosing keys, and moving rows of those chosen, as an operation of (count, backend)."""
+    """Chooses keys and moves their rows, as an operation of (count, backend)."""
 
     name = "compact"
 
@@ -441,7 +442,7 @@ def _kernels_move(backend: str, k: Array, v: Array, count: int) -> bool:
 
 
 def _indexed(k: Array, v: Array, importance: Array, count: int) -> tuple[Array, Array, Array]:
-    """Return what `compact` does, with the functions of the arrays' own library."""
+    """Return the result of `compact`, computed by the arrays' library."""
     batch, heads_kv, len_kv = importance.shape
     order = largest_of_rows(importance, count)
     kept = array_namespace(k).zeros(batch * heads_kv * len_kv, bool)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class Recording:
             raise ValueError(
                 f"the recording has layers of different heads, such as {first} and {second}: give "
                 f"recording.of({first!r}), or all of it to cupyattn.diffusion.calibrate, which "
-                "gives every layer scales of its own"
+                "gives every layer separate scales"
             )
 
     def _some_layers(self) -> str:
@@ -137,7 +137,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Open what `save` wrote; arrays are read when they are used.
+        """Open a file of `save`; arrays are read when they are used.
 
         Raises
         ------
@@ -164,3 +164,18 @@ class Recording:
             return cls(calls, inputs, sigmas, header.metadata["source"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{os.fspath(path)!r} holds no usable recording: {error}") from error
+
+
+class HasRecording(Protocol):
+    """A recorder, such as that of `cupyattn.interop.torch.record`."""
+
+    @property
+    def recording(self) -> Recording:
+        """Everything recorded so far."""
+
+
+def recording_of(given: Any) -> Any:
+    """Return the recording of a recorder or of a file; anything else unchanged."""
+    if isinstance(given, (str, os.PathLike)):
+        return Recording.load(given)
+    return getattr(given, "recording", given)

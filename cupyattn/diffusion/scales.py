@@ -1,4 +1,4 @@
-"""Which scales INT8 attention takes at which step: every call's own, or static ones by timestep."""
+"""Choose the scales of INT8 attention at each step: dynamic, or static by timestep."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepScales:
     Raises
     ------
     ValueError
-        For what does not fit together.
+        For arguments that do not fit together.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StepScales:
                 pair = self.calibration.q_scale[row, None], self.calibration.k_scale[row, None]
             per_code = np.float32(
                 127 / quant.largest_code
-            )  # a calibration says what 127 stands for
+            )  # a calibration gives the value of code 127
             scales = tuple(_on_device(s[..., None] * per_code, device) for s in pair)
         elif row is not None:
             scales = tuple(s * (np.float32(row) if hasattr(s, "shape") else row) for s in scales)
@@ -166,8 +166,9 @@ def _check_factors(given: Any, num_timesteps: int) -> Any:
     factors = on_host(factors).astype(np.float32)
     if factors.shape != (num_timesteps,):
         raise ValueError(
-            f"timestep_scales must have num_timesteps={num_timesteps} entries, "
-            f"got shape {factors.shape}"
+            f"timestep_scales must have num_timesteps={num_timesteps} entries, one for each step "
+            f"of the schedule, got shape {factors.shape}: give compute_adaptive_scales("
+            f"compute_sigma_schedule({num_timesteps})), or your own"
         )
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise ValueError("timestep_scales must be positive and finite")

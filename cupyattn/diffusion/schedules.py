@@ -51,9 +51,9 @@ def compute_sigma_schedule(
         Steps of the sampler, n.
     kind : {"edm", "flow", "ddpm"}
     sigma_min, sigma_max, rho : float
-        EDM: the ends of its schedule and how it bends.
+        EDM: the ends of its schedule and its curvature.
     shift : float
-        Flow matching: how far time is shifted towards noise, which long sequences need.
+        Flow matching: the shift of time towards noise, which long sequences need.
     beta_start, beta_end, beta_schedule : float, float, {"linear", "scaled_linear"}
         DDPM: the variances that training adds at its first and its last step, and whether they or
         their roots lie on a line between.
@@ -81,8 +81,9 @@ def compute_sigma_schedule(
 
         sigma_i = (sigma_max^(1/rho) + i / (n - 1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho
 
-    Flow matching: time runs over t_i = 1 - i / n; shifted, sigma = s t / (1 + (s - 1) t), and the
-    ratio sigma / (1 - sigma) = s t / (1 - t): shifting multiplies it by s.
+    Flow matching: time runs over ``t_i = 1 - i / n``, and shifting gives ``sigma = s t / (1 + (s -
+    1) t)``. The ratio ``sigma / (1 - sigma)`` is then ``s t / (1 - t)``, so shifting multiplies it
+    by s.
 
     DDPM: abar of step j is the product of 1 - beta up to j; the ratio is sqrt((1 - abar) / abar).
 
@@ -265,7 +266,7 @@ class SnrBins:
 
     @property
     def count(self) -> int:
-        """How many bins there are."""
+        """Number of bins."""
         return len(self.edges) + 1
 
     def index(self, sigmas: npt.ArrayLike) -> npt.NDArray[np.int64]:
@@ -287,7 +288,7 @@ def compute_adaptive_scales(
     Parameters
     ----------
     sigmas : array_like, (timesteps,)
-        Noise-to-signal ratios: what `compute_sigma_schedule` returns.
+        Noise-to-signal ratios, as `compute_sigma_schedule` returns them.
     reference : float, optional
         The ratio at which the static scales were found; the middle of the schedule, its entry
         ``timesteps // 2``, when omitted.

@@ -57,8 +57,8 @@ class Int8AttentionSettings:
         check_count("pruning_rows", self.pruning_rows)
         if self.enable_pruning and self.attention_type != "dense":
             raise UnsupportedError(
-                "token pruning moves the keys that it keeps, so it goes with "
-                f"attention_type='dense' alone, got {self.attention_type!r}"
+                "token pruning moves the kept keys, so it requires attention_type='dense', got "
+                f"{self.attention_type!r}"
             )
 
     def _check_sparsity(self) -> None:
@@ -133,12 +133,12 @@ class Int8AttentionSettings:
         return {mode: replace(self, mode=mode) for mode in MODES}
 
     def of_scores(self, q: Array, k: Array, branches: int) -> dict[str, Any]:
-        """Return what of the scores is computed, as arguments of `cupyattn.attention`.
+        """Return the options that select scores, as arguments of `cupyattn.attention`.
 
         Parameters
         ----------
         q, k : array
-            Of the call; heads of several `branches` are stacked in q.
+            Operands of the call; heads of several `branches` are stacked in q.
         branches : {1, 2}
         """
         if self.attention_type == "dense":
@@ -158,7 +158,7 @@ class Int8AttentionSettings:
 def _blocks_of_window(
     len_q: int, len_kv: int, window: tuple[int, int], block_size: int
 ) -> BlockMask:
-    """Return the mask of a window once: it keeps what kernels read of it."""
+    """Return the same mask for equal windows, because it stores the arrays for kernels."""
     return BlockMask.from_window(len_q, len_kv, window, block_q=block_size, block_kv=block_size)
 
 

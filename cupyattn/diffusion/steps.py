@@ -1,4 +1,4 @@
-"""Which step of a schedule a call is of: named by its timestep, or by its noise-to-signal ratio."""
+"""Find the step of a schedule for a call, by its timestep or its noise-to-signal ratio."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Read what `write` wrote.
+    """Read a file of `write`.
 
     Returns
     -------

@@ -90,12 +90,12 @@ class VideoMask:
         Returns
         -------
         BlockMask
-            Of (batch, heads) where ``mass > 0``, otherwise one for all.
+            One mask for each (batch, head) if ``mass > 0``, otherwise one for all.
 
         Raises
         ------
         ValueError
-            If the lengths are not those of the grid.
+            If the lengths differ from the grid.
         """
         q, k = operand("q", q), operand("k", k)
         xp = array_namespace(q, k)
@@ -116,7 +116,7 @@ class VideoMask:
 def _window_mask(
     grid: tuple[int, int, int], window: tuple[int, int, int], block_size: int
 ) -> BlockMask:
-    """Return a window for all heads, once: a `BlockMask` keeps what kernels read of it."""
+    """Return the same window for all heads: a `BlockMask` stores the arrays for kernels."""
     return BlockMask(window_3d(grid, window)[None, None], block_size, block_size)
 
 
@@ -128,8 +128,8 @@ def window_3d(grid: Sequence[int], window: Sequence[int]) -> Bools:
     grid : (int, int, int)
         Blocks in time, height and width.
     window : (int, int, int)
-        Blocks of the window: those at most ``window // 2`` away in every direction. 0 in one of
-        them: none.
+        Blocks of the window, which are at most ``window // 2`` away in every direction. 0 in one
+        of them: none.
 
     Returns
     -------
@@ -181,7 +181,7 @@ def block_probabilities(q: Array, k: Array, block_size: int) -> Array:
 
 
 def top_cdf(probabilities: Array, mass: float) -> Array:
-    """Keep the largest of every row, as few as together reach a mass, and those equal to the least.
+    """Keep the largest of every row, as few as reach a mass together, and equals of the least one.
 
     Parameters
     ----------

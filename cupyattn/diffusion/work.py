@@ -1,11 +1,11 @@
-"""How much a pass of a diffusion transformer computes and moves, by names and shapes of weights."""
+"""Count the work of a diffusion transformer's pass, from names and shapes of weights."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ _QUERIES = re.compile(r"^(?P<module>.*)\.(to_q|to_query)\.weight$")
 _CROSS = re.compile(r"attn2$|cross_attention$")
 #: Classes whose attention always has a mask of keys, with which torch's own attention is slower.
 MASKED = ("HunyuanVideoTransformer3DModel",)
-#: Head sizes whose rates are known; others are taken for the nearest.
-HEAD_DIMS = (64, 128)
+#: Head sizes and numbers of keys whose rates are known; others are taken for the nearest.
+HEAD_DIMS, KEYS = (64, 128), (1024, 4096, 16_384)
 _OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|refiner_blocks")
 
 
@@ -40,6 +40,8 @@ class Work:
         Elements that these layers read and write, weights aside.
     attention : mapping of str to float
         Floating-point operations of attention, by `kind_of_attention`.
+    copies : float
+        Elements of Q, K, V and O.
     width : int
         Channels that most of the layers take.
     layers, modules : int
@@ -49,6 +51,7 @@ class Work:
     linear: float
     traffic: float
     attention: Mapping[str, float]
+    copies: float
     width: int
     layers: int
     modules: int
@@ -71,21 +74,26 @@ def head_dim_of(config: Mapping[str, Any]) -> int:
         return int(config["dim"]) // int(config["n_heads"])
     raise ValueError(
         "the configuration has none of attention_head_dim, axes_dims, and dim with n_heads: is it "
-        "that of a diffusion transformer?"
+        "the configuration of a diffusion transformer?"
     )
 
 
-def kind_of_attention(head_dim: int, cls: str = "") -> str:
+def kind_of_attention(head_dim: int, keys: int, cls: str = "") -> str:
     """Return the properties on which the rate of attention depends.
 
     Examples
     --------
-    >>> kind_of_attention(72), kind_of_attention(128, "HunyuanVideoTransformer3DModel")
-    ('head_dim 64', 'head_dim 128, masked')
+    >>> kind_of_attention(72, 4429)
+    'head_dim 64, 4,096 keys'
+    >>> kind_of_attention(128, 11_056, "HunyuanVideoTransformer3DModel")
+    'head_dim 128, masked, 16,384 keys'
     """
-    nearest = min(HEAD_DIMS, key=lambda known: abs(math.log(known / head_dim)))
     masked = ", masked" if cls in MASKED else ""
-    return f"head_dim {nearest}{masked}"
+    return f"head_dim {_nearest(HEAD_DIMS, head_dim)}{masked}, {_nearest(KEYS, keys):,} keys"
+
+
+def _nearest(known: Sequence[int], given: int) -> int:
+    return min(known, key=lambda one: abs(math.log(one / given)))
 
 
 def work_of(
@@ -96,7 +104,7 @@ def work_of(
     Parameters
     ----------
     shapes : mapping of str to tuple of int
-        Of all tensors, by their names in the state dict.
+        Shapes of all tensors, by their names in the state dict.
     config : mapping
         The model's ``config.json``.
     tokens, prompt : int
@@ -112,8 +120,8 @@ def work_of(
             f"{config.get('_class_name') or 'the model'} is a U-Net, whose levels have different "
             "numbers of tokens: only transformers are predicted, measure with handle.compare(...)"
         )
-    kind = kind_of_attention(head_dim_of(config), str(config.get("_class_name", "")))
-    linear = traffic = 0.0
+    head_dim, cls = head_dim_of(config), str(config.get("_class_name", ""))
+    linear = traffic = copies = 0.0
     layers = modules = 0
     widths: dict[int, int] = defaultdict(int)
     for name, shape in shapes.items():
@@ -131,12 +139,13 @@ def work_of(
         if found is None:
             continue
         queries, keys = _lengths(found["module"], shapes, tokens, prompt)
-        attention[kind] += 4.0 * queries * keys * shape[0]
+        attention[kind_of_attention(head_dim, keys, cls)] += 4.0 * queries * keys * shape[0]
+        copies += 2.0 * (queries + keys) * shape[0]
         modules += 1
     if not modules:
         raise ValueError("no layer is named to_q or to_query, as in the transformers of diffusers")
     width = max(widths, key=lambda one: (widths[one], one), default=0)
-    return Work(linear, traffic, dict(attention), width, layers, modules)
+    return Work(linear, traffic, dict(attention), copies, width, layers, modules)
 
 
 def _rows(name: str, tokens: int, prompt: int) -> int:
@@ -163,12 +172,13 @@ def describes(work: Work) -> str:
 
     Examples
     --------
-    >>> describes(Work(2e12, 1e9, {"head_dim 128": 1e12}, 3072, 10, 2))
+    >>> describes(Work(2e12, 1e9, {"head_dim 128, 4,096 keys": 1e12}, 1e9, 3072, 10, 2))
     '10 linear layers with 2 TFLOP, 2 attention modules with 1 TFLOP (head_dim 128), width 3,072'
     """
     flops = math.fsum(work.attention.values())
+    kinds = dict.fromkeys(kind.rpartition(", ")[0] for kind in work.attention)
     return (
         f"{counted(work.layers, 'linear layer')} with {work.linear / 1e12:.3g} TFLOP, "
         f"{counted(work.modules, 'attention module')} with {flops / 1e12:.3g} TFLOP "
-        f"({', '.join(work.attention)}), width {work.width:,}"
+        f"({', '.join(kinds)}), width {work.width:,}"
     )

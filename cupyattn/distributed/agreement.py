@@ -349,7 +349,7 @@ def resolve_sharded(
 
 
 class _Coding(NamedTuple):
-    """How ``fa_int8`` quantises on a rank, and the tiles whose sizes granularity "block" takes."""
+    """Quantisation by ``fa_int8`` on a rank, and the tiles for granularity "block"."""
 
     quant: QuantConfig
     scale_tiles: Tiles
@@ -380,8 +380,8 @@ def _own_call(
     _check_method(method)
     if (ulysses is not None) != (method == "mixed"):
         raise ValueError(
-            f"ulysses, how many ranks exchange heads, goes with method='mixed' and must be given "
-            f"there, got method={method!r} ulysses={ulysses!r}"
+            "ulysses, the number of ranks that exchange heads, is required by method='mixed' and "
+            f"by no other, got method={method!r} ulysses={ulysses!r}"
         )
     _check_ulysses(ulysses)
     _check_partition(settings.partition)

@@ -217,12 +217,12 @@ def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, A
 
 #: Arrays with one number per row.
 _OF_LSE = ("lse", "d_lse")
-#: How heads of the arrays of a backward pass are exchanged: as rows, or as keys.
+#: Arrays of a backward pass whose heads are exchanged as keys; the others, as rows.
 _KINDS = {"k": "kv", "v": "kv"}
 
 
 class _How(NamedTuple):
-    """How a rank computes gradients.
+    """Computes the gradients of one rank.
 
     Parameters
     ----------

@@ -1,5 +1,4 @@
-"""Which calls of `cupyattn.attention` make the part of a result that rows of one rank owe to keys
-of another.
+"""Cut attention of one rank's rows to another rank's keys into calls of `cupyattn.attention`.
 
 A causal mask and a window refer to positions in the whole sequence, a call to positions in its
 arrays. If rows and keys of a block begin at different positions, the block is cut until a window

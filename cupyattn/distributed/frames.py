@@ -101,7 +101,7 @@ def join(connection: socket.socket, rank: int, use: int, secret: bytes, seconds:
     """
     greeting = bytes(_exactly(connection, GREETING, time.monotonic() + seconds))
     if not greeting.startswith(MAGIC):
-        raise ConnectionError("what listens there is no store of this version")
+        raise ConnectionError("the server there is no store of this version")
     asked = MAGIC + secrets.token_bytes(_NONCE) + _WHO.pack(rank, use)
     # NOTE: an answer may hold what every rank has left.
     channel = Channel(connection, secret, greeting + asked, Limits(value=2**62), of_store=False)
@@ -161,7 +161,7 @@ class Channel:
         whole = hmac.new(self.receives, code, "sha256")
         whole.update(view)
         if not hmac.compare_digest(whole.digest(), body[length:]):
-            return Frame(number, {}, refusal="its code is not that of what it says")
+            return Frame(number, {}, refusal="its code does not match its message")
         try:
             words = json.loads(bytes(view[: max(end, 0)]))
         except (ValueError, RecursionError) as error:

@@ -361,7 +361,8 @@ class DeviceGroup(Group):
         super().check_array(name, array)
         if (place := device_of(array)) not in (self.device, -1):
             raise ValueError(
-                f"{name} must lie on device {self.device}, that of rank {self.rank}, got device "
+                f"{name} must lie on device {self.device}, the device of rank {self.rank}, got "
+                "device "
                 f"{place}: make it in 'with group.on_device():'"
             )
 

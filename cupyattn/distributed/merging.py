@@ -253,8 +253,7 @@ def plan_merge(
         return Plan("merge_partials", "portable", _TILES, features, ())
     grid = check_grid(f"merging {part_o.shape}", batch, heads, -(-length // _TILES.block_q))
     types = {"CFG_BEFORE": DTYPES.index(before), "CFG_AFTER": DTYPES.index(after)}
-    defines = {**_TILES.defines(), **features.defines(), **types}
-    spec = ModuleSpec("merge/merge_partials.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of("merge/merge_partials.cu", _TILES.defines(), features.defines(), types)
     params = {
         "before_O": "O" if in_place else "before_O", "O": "O", "lse": "lse",
         "part_O": "part_O", "part_lse": "part_lse",

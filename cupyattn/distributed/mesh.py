@@ -22,7 +22,7 @@ class Mesh:
     size : int
         Ranks.
     ulysses : int
-        Of a group; divides `size`.
+        Ranks of a group; divides `size`.
 
     Examples
     --------

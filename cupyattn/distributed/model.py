@@ -108,7 +108,7 @@ class Costs:
     ----------
     mesh : Mesh
     operations : float
-        Of both products.
+        Operations of both products.
     compute : float
         Seconds of these.
     heads_bytes, ring_bytes : int
@@ -181,7 +181,7 @@ def predict(
     variant: str = "fa_tc",
     balanced: bool = False,
 ) -> Costs:
-    """Return what a call costs on a mesh of devices.
+    """Return the costs of a call on a mesh of devices.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which rank holds which rows of a sequence: contiguous, or zigzag."""
+"""Partitions of a sequence's rows among ranks: contiguous, or zigzag."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Partition:
             With all rows.
         rank : int
         axis : int
-            Of the rows.
+            Axis of the rows.
 
         Raises
         ------
@@ -175,7 +175,7 @@ class Partition:
         parts : sequence of array
             By rank.
         axis : int
-            Of the rows.
+            Axis of the rows.
 
         Raises
         ------

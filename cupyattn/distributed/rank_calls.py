@@ -59,7 +59,7 @@ class Calls:
     Parameters
     ----------
     settings : Settings
-        Of the whole sequence, with ``return_lse``; layout BHSD.
+        Settings for the whole sequence, with ``return_lse``; layout BHSD.
     offsets : dict
         Of packed sequences ``cu_seqlens_q`` and ``cu_seqlens_k``, of all rows; arrays are then one
         entry (1, heads, total, head_dim).

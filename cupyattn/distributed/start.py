@@ -1,4 +1,4 @@
-"""How ranks find each other: as threads of one process, by a TCP store, or by MPI."""
+"""Connect ranks: as threads of one process, by a TCP store, or by MPI."""
 
 from __future__ import annotations
 

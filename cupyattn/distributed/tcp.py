@@ -137,7 +137,7 @@ class TcpServer:
                 failure = self._answer_all(rank, channel)
             except OSError:
                 failure = "ended: its connection closed"
-            finally:  # whatever it was, the ranks are told
+            finally:  # the ranks are informed in any case
                 self._leaves(rank, failure)
 
     def _join(self, connection: socket.socket) -> tuple[int, Channel]:
@@ -176,7 +176,7 @@ class TcpServer:
             except TimeoutError:
                 return "sent half a message, and not the rest in time"
             except (BrokenFrameError, MemoryError) as error:
-                cause = f"sent what is no message of the group: {error}"
+                cause = f"sent data that is no message of the group: {error}"
                 self._leaves(rank, cause)  # before its rank hears: then everyone can know
                 with contextlib.suppress(OSError):
                     channel.send(expected, {"refused": cause[:TEXT]})
@@ -238,7 +238,7 @@ def _make_room(address: Address) -> None:
 
 
 def _checked(name: str, value: Any, size: int) -> Any:
-    """Return a field of a message; ValueError for what none may be in a group of this size."""
+    """Return a field of a message; raise ValueError for values invalid in a group of this size."""
     if name == "timeout":
         right = isinstance(value, (int, float)) and 0 <= value <= threading.TIMEOUT_MAX
         wanted = f"0 to {threading.TIMEOUT_MAX:g} seconds"
@@ -259,13 +259,13 @@ class TcpStore(Mailbox):
     ----------
     rank : int
     address : (str, int)
-        Of the server.
+        Address of the server.
     timeout : float
         Seconds that the server may take to be there, and the others to leave it.
     server : TcpServer, optional
         That of this process: it stays until all ranks have left.
     secret : bytes or Handover
-        Of the group, or where rank 0 leaves it.
+        Secret of the group, or the place where rank 0 leaves it.
 
     Raises
     ------
@@ -395,6 +395,6 @@ def _family(address: Address) -> socket.AddressFamily:
 
 
 def _shut(connection: socket.socket) -> None:
-    """End what waits on a connection in another thread."""
+    """End the wait of another thread on a connection."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

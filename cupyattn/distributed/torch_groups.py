@@ -80,8 +80,9 @@ def from_torch(
 
     Notes
     -----
-    Trust is that of torch's group, whose store and connections have no authentication. Where a
-    device waits for arrays of a rank that has failed, the process group is aborted.
+    Trust equals that in torch's group, whose store and connections have no
+    authentication. Where a device waits for arrays of a rank that has failed, the process group is
+    aborted.
     """
     if timeout is not None:
         check_timeout(timeout)

@@ -69,7 +69,7 @@ class Neighbours:
         x : array, (batch, heads, own rows, ...), contiguous
             All heads of this rank's rows.
         heads : sequence of (int, int)
-            Of each neighbour, the heads that it gets.
+            Heads for each neighbour.
         sends, receives : list of Message
             Messages are appended.
 

@@ -32,14 +32,14 @@ from cupyattn.testing.expected import mean_score
 
 @dataclass(frozen=True)
 class Shared:
-    """How a call was shared among ranks.
+    """Description of a call that ranks shared.
 
     Parameters
     ----------
     mesh : Mesh
     rows_q, rows_kv : Partition
     cu_seqlens_q, cu_seqlens_k : array, optional
-        Of packed sequences; arrays are then one entry (1, heads, total, head_dim).
+        Ends of packed sequences; arrays are then one entry (1, heads, total, head_dim).
     """
 
     mesh: Mesh

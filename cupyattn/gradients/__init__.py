@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from cupyattn.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from cupyattn.gradients.bounds import GradientBounds, backward_bound
+    from cupyattn.gradients.block_sums import GradientBounds
+    from cupyattn.gradients.bounds import backward_bound
     from cupyattn.gradients.exact import (
         Gradients,
         GradientsWithBias,
@@ -40,7 +41,8 @@ __all__ = [
 __getattr__, __dir__ = lazy_face(
     __name__,
     {
-        "gradients.bounds": ("GradientBounds", "backward_bound"),
+        "gradients.block_sums": ("GradientBounds",),
+        "gradients.bounds": ("backward_bound",),
         "gradients.exact": (
             "Gradients", "GradientsWithBias", "GradientsWithBiasAndNorm", "GradientsWithNorm",
             "backward_exact",

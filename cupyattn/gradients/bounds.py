@@ -24,61 +24,20 @@ from cupyattn.bounds.scores import (
     products,
     scaling_errors,
 )
-from cupyattn.gradients.exact import (
-    BiasSums,
-    GradientBlock,
-    coarse_rows,
-    gradient_blocks,
-    over_rows,
-)
+from cupyattn.gradients.block_sums import BlockErrors, BlockSums, GradientBounds, finite_heads
+from cupyattn.gradients.exact import GradientBlock, coarse_rows, gradient_blocks
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import EX2_FLUSH, LARGEST_SCORE, Numerics, numerics
 from cupyattn.problem.backward_form import BackwardKernel, check_backward
 from cupyattn.problem.checks import check_scale
 from cupyattn.problem.settings import MaskedOptions, Unpack, takes_options
 
-#: The terms, in the order in which the kernels round.
-TERMS = ("R8", "R9", "R10", "R11", "R12")
 #: Largest perturbation of a score of which an exponential is computed.
 MAX_EXPONENT = 300.0
 #: Exponents certainly below this, in natural units, are flushed: 2^-126 is e^-87.3.
 FLUSHED = -200.0
 #: Roundings of Delta beside one for each channel: lanes of a warp add up.
 LANE_SUMS = 5
-
-
-@dataclass(frozen=True)
-class GradientBounds:
-    """Bounds of the error of each gradient, element by element.
-
-    Parameters
-    ----------
-    dq, dk, dv : dict of str to array
-        For each gradient, one array for each rounding point. Their sum is its bound.
-    dbias, dq_weight, dk_weight : dict of str to array, optional
-        The same for the bias and for the weights of `qk_norm`. None if it was not requested.
-
-    Notes
-    -----
-    +inf means that nothing is promised: operands of a key head that are not all finite, or a number
-    that leaves the range of its type.
-    """
-
-    dq: dict[str, Array]
-    dk: dict[str, Array]
-    dv: dict[str, Array]
-    dbias: dict[str, Array] | None = None
-    dq_weight: dict[str, Array] | None = None
-    dk_weight: dict[str, Array] | None = None
-
-    def total(self, name: str) -> Array:
-        """Return the bound of a gradient by its name, ``"dq"`` for example."""
-        return sum(getattr(self, name).values())
-
-    def dominant(self, name: str, index: tuple[int, ...]) -> str:
-        """Return the tag with the largest share of one element of `total`."""
-        terms: dict[str, Array] = getattr(self, name)
-        return max(terms, key=lambda tag: float(terms[tag][index]))
 
 
 @dataclass(frozen=True)
@@ -92,19 +51,6 @@ class _Constants:
     dtype: str
     all_keys: bool
     d_lse: bool
-
-
-@dataclass(frozen=True)
-class _Errors:
-    """Bounds of the errors and magnitudes of P and dS of a block as operands, by tag."""
-
-    P: Array  # R9
-    largest_P: Array
-    dS: dict[str, Array]  # R8 to R11
-    largest_dS: Array
-    of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
-    largest_of_bias: Array
-    out_of_range: Array  # boolean: nothing is promised, and the others are 0
 
 
 @takes_options
@@ -190,117 +136,48 @@ def gradient_bounds(
     out_error, lse_error, summed_errors : array, optional
         As for `backward_bound`.
     """
-    d_out, q, k, v, out, lse = problem.arrays
     xp = array_namespace(*problem.arrays)
     sizes, dtype = check_backward(*problem.arrays, d_lse=problem.d_lse)
-    _, _, heads_kv, len_q, len_kv, head_dim = sizes
+    _, heads, heads_kv, len_q, len_kv, _ = sizes
     shared = _constants(problem, dtype)
-    sigma = shared.sigma
     key_blocks = -(-len_kv // kernel.keys_tiles.block_kv)
-    group = q.shape[1] // heads_kv if heads_kv else 0
-    row_tiles = group * -(-len_q // 16)
+    row_tiles = heads // heads_kv * -(-len_q // 16) if heads_kv else 0
 
-    def zeros(x: Array) -> Array:
-        return xp.zeros(split_heads(x, heads_kv).shape)
+    def summed(name: str, size: Array, count: Array, bad: Array) -> Array:
+        """R12 [L48]: the sum over keys is a chain for each block of keys at the most."""
+        if name == "dbias":
+            error = (gamma(count, U) + gamma(count, U64)) * size
+            return _stored(error, size, None, str(problem.options["bias"].dtype), bad)
+        steps = -(-len_kv // 16) if name == "dq" else row_tiles
+        theta = products("tensor_core", count, xp.minimum(count, steps))
+        if name == "dq":
+            theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
+        return _stored(theta * size, size, None if name == "dv" else shared.sigma, dtype, bad)
 
-    dq = {tag: zeros(q) for tag in TERMS}
-    dk, dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
-    size_k, size_v = xp.zeros(k.shape), xp.zeros(k.shape)  # of the terms of dK and dV
-    rows_of_key = xp.zeros(k.shape[:3])
-    usable = _finite(d_out, q, k, v, out, lse, problem.d_lse)
-    out_of_range = xp.zeros(k.shape[:3], bool)  # keys
-    of_bias = None if problem.of_bias is None else _BiasBound(problem)
-    extra_out = None if out_error is None else split_heads(out_error, heads_kv)
-    extra_lse = None if lse_error is None else split_heads(lse_error, heads_kv)
-    of_sums = None if summed_errors is None else split_heads(summed_errors, heads_kv)
+    sums = BlockSums(problem, shared.sigma, _finite(problem), summed)
+    given = (out_error, lse_error, summed_errors)
+    by_head = [None if x is None else split_heads(x, heads_kv) for x in given]
     for block in gradient_blocks(problem):
         if problem.all_keys:
             block = replace(block, P=block.softmax)
-        index, at = block.scores.index, block.scores.index[:2]
-        e = _errors(
-            block, shared,
-            0.0 if extra_out is None else as_float64(extra_out[index]),
-            None if extra_lse is None else as_float64(extra_lse[index]),
-            None if of_sums is None else as_float64(of_sums[index]),
-        )  # fmt: skip
-        admitted = block.scores.admitted
-        magnitude_k, magnitude_q = xp.abs(block.scores.k), xp.abs(block.scores.q)
-        count = admitted.sum(axis=-1).astype(np.float64)
-        for tag, error in e.dS.items():
-            dq[tag][index] = sigma * (error @ magnitude_k)
-            dk[tag][at] += sigma * over_rows(error, magnitude_q)
-        dv["R9"][at] += over_rows(e.P, xp.abs(block.d_out))
-        size_v[at] += over_rows(e.largest_P, xp.abs(block.d_out))
-        size_k[at] += sigma * over_rows(e.largest_dS, magnitude_q)
-        rows_of_key[at] += admitted.sum(axis=(2, 3))
-        # R12 [L48]: the sum over keys, a chain for each block of keys at the most.
-        theta = products("tensor_core", count, xp.minimum(count, -(-len_kv // 16)))
-        theta = (1 + theta) * (1 + gamma(xp.minimum(count, key_blocks), U)) - 1
-        size = sigma * (e.largest_dS @ magnitude_k)
-        bad = e.out_of_range
-        if of_bias is not None:
-            of_bias.add(block, e, usable[at])
-        dq["R12"][index] = _stored(
-            theta[..., None] * size, size, sigma, dtype, bad.any(axis=-1)[..., None]
-        )
-        out_of_range[at] |= bad.any(axis=(2, 3))
-    theta = products("tensor_core", rows_of_key, xp.minimum(rows_of_key, row_tiles))[..., None]
-    dk["R12"] = _stored(theta * size_k, size_k, sigma, dtype, out_of_range[..., None])
-    dv["R12"] = _stored(theta * size_v, size_v, None, dtype, out_of_range[..., None])
-    for terms, shown in ((dq, usable[:, :, None, None, None]), (dk, usable[..., None, None]),
-                         (dv, usable[..., None, None])):  # fmt: skip
-        for tag, term in terms.items():
-            terms[tag] = xp.where(shown, term * REFERENCE, xp.inf if tag == "R8" else 0.0)
-    own = None if of_bias is None else of_bias.terms()
-    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv, own)
+        index = block.scores.index
+        of_out, *others = (None if x is None else as_float64(x[index]) for x in by_head)
+        sums.add(block, _errors(block, shared, 0.0 if of_out is None else of_out, *others))
+    return sums.bounds()
 
 
-class _BiasBound:
-    """Sums of the bounds of P (dP - Delta) over the axes along which the bias broadcasts."""
-
-    def __init__(self, problem: BackwardProblem) -> None:
-        self._errors = {tag: BiasSums(problem) for tag in TERMS[:-1]}  # R8 to R11
-        self._size, self._count, self._bad = (BiasSums(problem) for _ in range(3))
-        self._dtype = str(problem.options["bias"].dtype)
-
-    def add(self, block: GradientBlock, e: _Errors, usable: Array) -> None:
-        """Add the bounds of a block; `usable` (batch, heads_kv): all operands are finite."""
-        index, admitted = block.scores.index, block.scores.admitted
-        for tag, sums in self._errors.items():
-            sums.add(index, e.of_bias[tag])
-        self._size.add(index, e.largest_of_bias)
-        self._count.add(index, admitted)
-        self._bad.add(index, admitted & (e.out_of_range | ~usable[:, :, None, None, None]))
-
-    def terms(self) -> dict[str, Array]:
-        """Return the terms of the gradient of the bias."""
-        found = {tag: sums.total * REFERENCE for tag, sums in self._errors.items()}
-        size, bad = self._size.total, self._bad.total > 0
-        error = (gamma(self._count.total, U) + gamma(self._count.total, U64)) * size  # R12
-        found["R12"] = _stored(error, size, None, self._dtype, bad) * REFERENCE
-        xp = array_namespace(size)
-        return {t: x if t == "R12" else xp.where(bad, 0.0, x) for t, x in found.items()}
-
-
-def _finite(
-    d_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, d_lse: Array | None
-) -> Array:
+def _finite(problem: BackwardProblem) -> Array:
     """Return whether all operands of a key head are finite, (batch, heads_kv); -inf is an lse."""
-    xp = array_namespace(q)
-    good = xp.isfinite(as_float64(lse))
-    if d_lse is not None:
-        good &= xp.isfinite(as_float64(d_lse))
-    good |= as_float64(lse) == NEG_INF
-    found = split_heads(good, k.shape[1]).all(axis=(2, 3))
-    for x in (d_out, q, out):
-        found &= xp.isfinite(split_heads(as_float64(x), k.shape[1])).all(axis=(2, 3, 4))
-    for x in (k, v):
-        found &= xp.isfinite(as_float64(x)).all(axis=(2, 3))
-    return found
+    lse, xp = as_float64(problem.lse), array_namespace(problem.lse)
+    good = xp.isfinite(lse)
+    if problem.d_lse is not None:
+        good &= xp.isfinite(as_float64(problem.d_lse))
+    good |= lse == NEG_INF
+    return finite_heads(problem) & split_heads(good, problem.k.shape[1]).all(axis=(2, 3))
 
 
 def _stored(error: Array, size: Array, sigma: float | None, dtype: str, bad: Array) -> Array:
-    """R12: add what scaling and storing a sum costs to the error of the sum itself.
+    """R12: add the errors of scaling and storing a sum to the error of the sum itself.
 
     `size` bounds the magnitudes of the terms, errors included.
     """
@@ -369,12 +246,12 @@ def _errors(
     out_error: Array | float,
     lse_error: Array | None,
     summed_errors: Array | None,
-) -> _Errors:
+) -> BlockErrors:
     """R8 to R11 of one block: bounds of the errors of P and dS as the tensor cores take them."""
     xp = array_namespace(block.P)
     scores, dtype, head_dim = block.scores, shared.dtype, block.scores.q.shape[-1]
     weighs = block.P > 0
-    # NOTE: what underflows float64 is flushed by the kernel, too: EX2_FLUSH covers it.
+    # NOTE: numbers that underflow float64 are flushed by the kernel, too: EX2_FLUSH covers them.
     slope = block.slope
     d, cap_error = _score_errors(block, shared, lse_error, summed_errors)
     usable = d <= MAX_EXPONENT
@@ -426,7 +303,7 @@ def _errors(
     P, largest, r8, r9, r10, r11, largest_dS = (xp.where(bad, 0.0, x) for x in found)
     counts = admitted & ~bad
     of_bias = {tag: xp.where(counts, term, 0.0) for tag, term in of_bias.items()}
-    return _Errors(
+    return BlockErrors(
         P, largest, {"R8": r8, "R9": r9, "R10": r10, "R11": r11}, largest_dS, of_bias,
         xp.where(counts, largest_of_bias, 0.0), bad,
     )  # fmt: skip

@@ -134,7 +134,7 @@ class BiasSums:
     ----------
     problem : BackwardProblem
     dtype : numpy.dtype
-        Of the sums.
+        Type of the sums.
     """
 
     def __init__(self, problem: BackwardProblem, dtype: Any = np.float64) -> None:

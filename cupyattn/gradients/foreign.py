@@ -1,4 +1,4 @@
-"""How far gradients of another library may be from the exact ones, by its stated roundings.
+"""Bound the errors of another library's gradients, by its stated roundings.
 
 Nothing here knows its tiles or the order of its operations. P may be kept from the forward pass, or
 made again from the log-sum-exp. docs/MATH_REFERENCE.md proves the formulas: [L83] to [L85].
@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.interchange import operands
-from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
+from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace
 from cupyattn.bounds.foreign import (
     ACCUMULATORS,
     FLUSH,
@@ -27,8 +26,9 @@ from cupyattn.bounds.foreign import (
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U64, U
 from cupyattn.errors import UnsupportedError
-from cupyattn.gradients.bounds import FLUSHED, MAX_EXPONENT, TERMS, GradientBounds
-from cupyattn.gradients.exact import BiasSums, GradientBlock, gradient_blocks, over_rows
+from cupyattn.gradients.block_sums import BlockErrors, BlockSums, GradientBounds, finite_heads
+from cupyattn.gradients.bounds import FLUSHED, MAX_EXPONENT
+from cupyattn.gradients.exact import GradientBlock, gradient_blocks
 from cupyattn.gradients.problem import BackwardProblem
 from cupyattn.kernels.numerics import (
     HALF_SUBNORMAL,
@@ -47,7 +47,7 @@ STEP = 16
 
 @dataclass(frozen=True)
 class _Shared:
-    """What the bounds of all blocks share, and the roundings of numbers in other types [L84]."""
+    """Data for the bounds of all blocks, and the roundings of numbers in other types [L84]."""
 
     n: Numerics
     f: Foreign
@@ -55,6 +55,7 @@ class _Shared:
     softcap: float
     sizes: Sizes
     d_lse: bool
+    usable: Array  # (batch, heads_kv): all operands of a key head are finite
 
     def stored(self, x: Array, times: int = 1) -> Array:
         """Return the error of `times` stores of numbers up to x, if scores have 16 bits."""
@@ -65,7 +66,7 @@ class _Shared:
 
     @property
     def least_scaled(self) -> float:
-        """What underflow of dS adds if it is rounded after its multiplication by the scale."""
+        """Contribution of underflow of dS if it is rounded after multiplication by the scale."""
         types = {self.n.p_type, self.f.score_type} - {"float32"}
         return STORES_OF_SCORE * sum(HALF_SUBNORMAL[t] for t in types) / min(self.sigma, 1.0)
 
@@ -74,19 +75,6 @@ class _Shared:
         unit, least = OPERANDS[self.n.p_type]
         found: Array = array_namespace(x).minimum(unit * x + least, x)
         return found
-
-
-@dataclass(frozen=True)
-class _Errors:
-    """Bounds of the errors of P and dS of a block as operands, and of their magnitudes."""
-
-    P: Array
-    largest_P: Array
-    dS: dict[str, Array]  # R8 to R11
-    largest_dS: Array
-    of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
-    largest_of_bias: Array
-    bad: Array  # boolean: nothing is promised, and the others are 0
 
 
 def backward_bound_foreign(
@@ -112,7 +100,7 @@ def backward_bound_foreign(
     Returns
     -------
     GradientBounds
-        Terms R8 to R12 of each gradient, float64; what the forward pass costs is in R8 and R9.
+        Terms R8 to R12 of each gradient, float64; errors of the forward pass are in R8 and R9.
 
     Raises
     ------
@@ -123,7 +111,7 @@ def backward_bound_foreign(
     """
     f = n.foreign
     if f is None:
-        raise ValueError("numerics must be those of cupyattn.testing.numerics")
+        raise ValueError("numerics must be a result of cupyattn.testing.numerics")
     (d_lse,) = operands(d_lse=d_lse)
     problem = BackwardProblem.of(
         "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
@@ -133,68 +121,29 @@ def backward_bound_foreign(
             f"gradients of 8-bit operands have no bound, got numerics of {f.name}: leave out qk, v "
             "and p='e4m3', or judge the output alone"
         )
-    xp = array_namespace(d_out, q, k, v)
     dtype, heads_kv = check_dtype(q, k, v), k.shape[1]
     out_type = f.out_type or dtype
     n = replace(n, q_type=dtype, out_type=out_type)
     sigma = check_scale(problem.scale, q.shape[-1])
     shared = _Shared(
-        n, f, sigma, problem.options["softcap"], sizes_of(q, k, v, f), problem.d_lse is not None
-    )
+        n, f, sigma, problem.options["softcap"], sizes_of(q, k, v, f), problem.d_lse is not None,
+        finite_heads(problem),
+    )  # fmt: skip
     group = q.shape[1] // heads_kv if heads_kv else 0
-    dq = {tag: xp.zeros(split_heads(q, heads_kv).shape) for tag in TERMS}
-    dk, dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
-    size_k, size_v = xp.zeros(k.shape), xp.zeros(k.shape)
-    rows_of_key, bad_keys = xp.zeros(k.shape[:3]), xp.zeros(k.shape[:3], bool)
-    usable = _finite(problem)
-    sums = None if problem.of_bias is None else _BiasSums(problem, shared, usable)
-    scaled = 0.0 if f.scaled_q is None else UNIT_ROUNDOFF[f.scaled_q]
-    tiny = 0.0 if f.scaled_q is None else HALF_SUBNORMAL[f.scaled_q] / sigma
+
+    def summed(name: str, size: Array, count: Array, bad: Array) -> Array:
+        heads = group if name in ("dk", "dv") and group > 1 else 0
+        store = str(problem.options["bias"].dtype) if name == "dbias" else out_type
+        return _summed(size, count, shared, store, bad, heads)
+
+    rounding = (0.0, 0.0)
+    if f.scaled_q is not None:
+        rounding = UNIT_ROUNDOFF[f.scaled_q], HALF_SUBNORMAL[f.scaled_q] / sigma
+    sums = BlockSums(problem, sigma, shared.usable, summed, rounding)
     with np.errstate(over="ignore", invalid="ignore"):
         for block in gradient_blocks(problem):
-            index, at = block.scores.index, block.scores.index[:2]
-            e, admitted = _errors(block, shared), block.scores.admitted
-            of_k, of_q = xp.abs(block.scores.k), xp.abs(block.scores.q)
-            for tag, error in e.dS.items():
-                dq[tag][index] = sigma * (error @ of_k)
-                dk[tag][at] += sigma * over_rows(error, of_q)
-            # Operands that were multiplied by the scale, and rounded.
-            dq["R11"][index] += sigma * (e.largest_dS @ (scaled * of_k + tiny * (scaled > 0)))
-            dk["R11"][at] += sigma * over_rows(e.largest_dS, scaled * of_q + tiny * (scaled > 0))
-            dv["R9"][at] += over_rows(e.P, xp.abs(block.d_out))
-            size_v[at] += over_rows(e.largest_P, xp.abs(block.d_out))
-            size_k[at] += (1 + scaled) * sigma * over_rows(e.largest_dS, of_q)
-            rows_of_key[at] += admitted.sum(axis=(2, 3))
-            bad_keys[at] |= e.bad.any(axis=(2, 3))
-            size = (1 + scaled) * sigma * (e.largest_dS @ of_k)
-            count = admitted.sum(axis=-1).astype(np.float64)[..., None]
-            bad = e.bad.any(axis=-1)[..., None]
-            dq["R12"][index] = _summed(size, count, shared, out_type, bad, 0)
-            if sums is not None:
-                sums.add(block, e)
-        heads = group if group > 1 else 0
-        count, bad = rows_of_key[..., None], bad_keys[..., None]
-        dk["R12"] = _summed(size_k, count, shared, out_type, bad, heads)
-        dv["R12"] = _summed(size_v, count, shared, out_type, bad, heads)
-    for terms, shown in ((dq, usable[:, :, None, None, None]), (dk, usable[..., None, None]),
-                         (dv, usable[..., None, None])):  # fmt: skip
-        for tag, term in terms.items():
-            term = xp.where(xp.isnan(term), xp.inf, term * REFERENCE)
-            terms[tag] = xp.where(shown, term, xp.inf if tag == "R8" else 0.0)
-    own = None if sums is None else sums.terms()
-    return GradientBounds({tag: merge_heads(term) for tag, term in dq.items()}, dk, dv, own)
-
-
-def _finite(problem: BackwardProblem) -> Array:
-    """Return whether all operands of a key head are finite, (batch, heads_kv)."""
-    k = problem.k
-    xp = array_namespace(k)
-    found = xp.isfinite(as_float64(k)).all(axis=(2, 3))
-    found &= xp.isfinite(as_float64(problem.v)).all(axis=(2, 3))
-    for x in (problem.d_out, problem.q):  # d_lse may be anything in rows without keys
-        finite = xp.isfinite(split_heads(as_float64(x), k.shape[1]))
-        found &= finite.all(axis=tuple(range(2, finite.ndim)))
-    return found
+            sums.add(block, _errors(block, shared))
+        return sums.bounds()
 
 
 def _summed(
@@ -223,38 +172,7 @@ def _summed(
     return xp.where(bad | ~(size + error <= FINITE_MAX[dtype]), xp.inf, error)
 
 
-class _BiasSums:
-    """Sums of the bounds of P (dP - Delta) over the axes along which the bias broadcasts."""
-
-    def __init__(self, problem: BackwardProblem, shared: _Shared, usable: Array) -> None:
-        self._errors = {tag: BiasSums(problem) for tag in TERMS[:-1]}
-        self._size, self._count, self._bad = (BiasSums(problem) for _ in range(3))
-        self._shared, self._usable = shared, usable
-        self._dtype = str(problem.options["bias"].dtype)
-
-    def add(self, block: GradientBlock, e: _Errors) -> None:
-        """Add the bounds of a block."""
-        index, admitted = block.scores.index, block.scores.admitted
-        for tag, sums in self._errors.items():
-            sums.add(index, e.of_bias[tag])
-        self._size.add(index, e.largest_of_bias)
-        self._count.add(index, admitted)
-        usable = self._usable[index[:2]]
-        self._bad.add(index, e.bad | ~usable[..., None, None, None])
-
-    def terms(self) -> dict[str, Array]:
-        """Return the terms of the gradient of the bias."""
-        xp = array_namespace(self._size.total)
-        bad = self._bad.total > 0
-        found = {
-            tag: xp.where(bad, 0.0, sums.total * REFERENCE) for tag, sums in self._errors.items()
-        }
-        size, count = self._size.total, self._count.total
-        found["R12"] = _summed(size, count, self._shared, self._dtype, bad, 0) * REFERENCE
-        return found
-
-
-def _errors(block: GradientBlock, shared: _Shared) -> _Errors:
+def _errors(block: GradientBlock, shared: _Shared) -> BlockErrors:
     """R8 to R11 of one block: bounds of the errors of P and dS as they are multiplied."""
     xp, f = array_namespace(block.P), shared.f
     scores, admitted, head_dim = block.scores, block.scores.admitted, block.scores.q.shape[-1]
@@ -325,7 +243,8 @@ def _errors(block: GradientBlock, shared: _Shared) -> _Errors:
     if f.score_type != "float32":
         most = min(most, FINITE_MAX[f.score_type])
     bad |= admitted & ~((t <= most) & (largest_dS * max(1.0, shared.sigma) <= most))
-    # NOTE: what overflows in a row may become NaN, and reach masked keys through its sums.
+    # NOTE: an overflow in a row may become NaN, and reach masked keys through its sums.
+    bad |= ~shared.usable[scores.index[:2]][..., None, None, None]
     bad = xp.broadcast_to(bad.any(axis=-1, keepdims=True), bad.shape)
     counts = admitted & ~bad
     terms, of_bias = (
@@ -334,7 +253,7 @@ def _errors(block: GradientBlock, shared: _Shared) -> _Errors:
     error_P, largest, largest_dS, largest_of_bias = (
         xp.where(counts, x, 0.0) for x in (error_P, largest, largest_dS, largest_of_bias)
     )
-    return _Errors(error_P, largest, terms, largest_dS, of_bias, largest_of_bias, bad)
+    return BlockErrors(error_P, largest, terms, largest_dS, of_bias, largest_of_bias, bad)
 
 
 def _slope_error(block: GradientBlock, shared: _Shared, of_weight: Array) -> Array | float:

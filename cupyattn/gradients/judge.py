@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cupyattn.arrays.interchange import taken
 from cupyattn.arrays.kinds import Array, as_float64
-from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.bounds.perturbation import ratio_to_bound, worst_of
 from cupyattn.errors import UnsupportedError
-from cupyattn.gradients.bounds import GradientBounds, backward_bound
+from cupyattn.gradients.block_sums import GradientBounds
+from cupyattn.gradients.bounds import backward_bound
 from cupyattn.gradients.exact import backward_exact
 from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.prepared import Back, back_bound, back_exact
@@ -143,8 +142,8 @@ def judge_backward(
     if how is not None:
         if numerics is not None:
             raise UnsupportedError(
-                "numerics goes with rows as another library got them: normalise and turn q and k, "
-                "and judge the gradients of those"
+                "numerics is for rows as another library received them: normalise and turn q and "
+                "k, and judge their gradients"
             )
         prepared = received[:1] + how.stored(*received[1:3]) + received[3:]
     with_bias = len(gradients) == (4 if how is None else 6)
@@ -185,11 +184,8 @@ def report_of(
         if found.shape != expected.shape:
             raise ValueError(f"{name} must have shape {expected.shape}, got {found.shape}")
         value, total = as_float64(found), bound.total(name)
-        ratio = ratio_to_bound(value, expected, total)
-        at: tuple[int, ...] = ()
-        if ratio.size:
-            at = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
-        worst, *there = (float(x[at]) if at else 0.0 for x in (ratio, value, expected, total))
+        worst, at = worst_of(ratio_to_bound(value, expected, total))
+        there = [float(x[at]) if at else 0.0 for x in (value, expected, total)]
         tag = bound.dominant(name, at) if at else ""
         of_gradients.append(GradientShare(name, worst, at, there[0], there[1], there[2], tag))
     return GradientReport(tuple(of_gradients))

@@ -61,7 +61,7 @@ def backward_mirror(
     Returns
     -------
     Gradients
-        Of q's type.
+        Same type as q.
 
     Raises
     ------
@@ -179,7 +179,7 @@ def part_sums(problem: BackwardProblem, kernel: BackwardKernel) -> tuple[Array, 
     Parameters
     ----------
     problem : BackwardProblem
-        Of which only q, k, scale and options are read.
+        Only its q, k, scale and options are read.
     kernel : BackwardKernel
 
     Returns

@@ -145,7 +145,7 @@ def _of_rows(
     xp: Any, x: Array, dy: Array, error: Array, weight: Array, norm: Norm,
     dtypes: tuple[str, str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Bound dx and dw of the rows of one operand; `error` bounds that of dy, turned back."""
+    """Bound dx and dw of the rows of one operand; `error` bounds the error of dy, turned back."""
     tiny, head_dim = 2.0**-148, x.shape[-1]
     of_factor = factor_error(head_dim)
     w = xp.abs(by_head(as_float64(weight)))

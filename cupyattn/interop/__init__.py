@@ -1,7 +1,7 @@
-"""Other libraries' arrays, modules and models on these kernels.
+"""Run the kernels on other libraries' arrays, modules and models.
 
-`restore` undoes replacements in a model. This face imports no library: `cupyattn.interop.torch`
-imports torch at first use, and so on.
+`restore` undoes replacements in a model. This package imports no other library:
+`cupyattn.interop.torch` imports torch at first use, and the others do the same.
 """
 
 from typing import TYPE_CHECKING

@@ -21,7 +21,7 @@ import numpy as np
 from cupyattn.arrays.interchange import detached, on_host, take
 from cupyattn.errors import UnsupportedError
 
-#: Options of a call that a library may have, by their names here.
+#: Options of a call that a library may support, by cupyattn's names.
 OPTIONS = ("scale", "causal", "causal_align", "window", "softcap", "mask", "bias", "sinks")
 #: Options that are arrays.
 _ARRAYS = ("mask", "bias", "sinks")
@@ -29,17 +29,17 @@ _ARRAYS = ("mask", "bias", "sinks")
 
 @dataclass(frozen=True)
 class Library:
-    """How functions of a library are called.
+    """How to call a library's functions.
 
     Parameters
     ----------
     arrays : {"numpy", "cupy", "torch", "jax"}
     layout : {"BHSD", "BSHD"}
-        Of q, k, v and O.
+        Layout of q, k, v and O.
     names : mapping
         Names of its arguments, by the names in `OPTIONS`.
     dtypes : tuple of str
-        Storage types that it takes.
+        Storage types that it accepts.
     causal_align : str
         Alignment of a causal mask, unless it takes that as an argument.
     """
@@ -78,7 +78,7 @@ LIBRARIES = {
 
 @dataclass(frozen=True)
 class Called:
-    """A function, and how it is called.
+    """A function, and how to call it.
 
     Parameters
     ----------
@@ -99,20 +99,20 @@ class Called:
     taken: tuple[str, ...] = field(default=())
 
     def limited(self, options: Collection[str] | None) -> Called:
-        """Return the same function, asked for no other options than these; None: for all."""
+        """Return the same function restricted to these options; None allows all."""
         if options is None:
             return self
         return replace(self, taken=tuple(name for name in self.taken if name in options))
 
     def options(self, options: Mapping[str, Any], dtype: np.dtype[Any]) -> dict[str, Any]:
-        """Return the options of a problem as this function can be asked for them.
+        """Return a problem's options as arguments that this function takes.
 
         Parameters
         ----------
         options : mapping
             As `cupyattn.strategies.attention_inputs` draws them.
         dtype : dtype
-            That of q.
+            Type of q.
         """
         library = LIBRARIES[self.library]
         kept = {n: x for n, x in options.items() if n in self.taken and x is not None}
@@ -224,7 +224,7 @@ class Called:
         return self.function(*operands, **self.arguments(options, q.shape[1] != k.shape[1]))
 
     def _turned(self, x: Any) -> Any:
-        """Return an array of layout BHSD in that of the library, or the other way round."""
+        """Convert an array from layout BHSD to the library's layout, or back."""
         return np.swapaxes(x, 1, 2) if LIBRARIES[self.library].layout == "BSHD" else x
 
     def _operand(self, x: Any) -> Any:
@@ -292,7 +292,7 @@ def called(text: str, library: str = "numpy", device: str = "cpu") -> Called:
 
 
 def _module(text: str) -> ModuleType:
-    """Import the module of ``MODULE:NAME``, also one that lies in the working directory."""
+    """Import the module of ``MODULE:NAME``, which may be in the working directory."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise ValueError(f"give MODULE:NAME or FILE.py:NAME, got {text!r}")

@@ -39,7 +39,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "_handle_target")
 
-    #: The function that makes the handle, and its arguments but the first.
+    #: The function that makes the handle, and its arguments except the first.
     _handle_maker: ClassVar[str] = ""
     _handle_arguments: ClassVar[tuple[str, ...]] = ()
 
@@ -164,9 +164,9 @@ def is_pipeline(given: Any) -> bool:
     return home is not None and isinstance(given, home.DiffusionPipeline)
 
 
-#: Why torch compiles no call of a handle.
+#: Reason that torch gives for not compiling a call of a handle.
 NOT_COMPILED = "a handle is no module: give torch.compile handle.target, and call that in functions"
-#: How ``torch.compile`` names a module within the one that it returns.
+#: Name that ``torch.compile`` gives to a module within the returned module.
 COMPILED = "_orig_mod."
 
 

@@ -1,4 +1,4 @@
-"""Which modules of a model a caller means, by regular expressions that are found in their names."""
+"""Select modules of a model by regular expressions that match their names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TypeAlias
 from cupyattn.errors import shown
 from cupyattn.measure.words import printable
 
-#: One or more regular expressions, of which one must be found in a name; None: not given.
+#: One or more regular expressions, of which one must match a name; None if not given.
 Patterns: TypeAlias = "str | Sequence[str] | None"
 
 
 def compiled(name: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
-    """Return regular expressions that a caller gives.
+    """Compile the caller's regular expressions.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Selection:
 
     @classmethod
     def of(cls, include: Patterns, exclude: Patterns) -> Selection:
-        """Return the selection of a caller's arguments of these names."""
+        """Return the selection for the caller's `include` and `exclude`."""
         wanted = None if include is None else compiled("include", include)
         return cls(wanted, compiled("exclude", exclude))
 
@@ -68,7 +68,7 @@ class Selection:
         return wanted and not any(p.search(name) for p in self.exclude)
 
     def check(self, names: Collection[str], kind: str) -> None:
-        """Raise if a pattern is found in no name; arguments as of `check_found`."""
+        """Raise if a pattern matches no name; arguments as for `check_found`."""
         check_found("include", self.include or (), names, kind)
         check_found("exclude", self.exclude, names, kind)
 
@@ -76,7 +76,7 @@ class Selection:
 def check_found(
     name: str, patterns: Iterable[re.Pattern[str]], names: Collection[str], kind: str
 ) -> None:
-    """Raise if a pattern is found in no name, as a misspelt one is.
+    """Raise if a pattern matches no name, for example because it is misspelt.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
 """XLA's typed foreign-function interface, spoken from Python: handlers that need no compiler.
 
-A handler is a C function of one pointer, to a call frame of plain structs (``xla/ffi/api/c_api.h``,
-which jaxlib contains). ctypes describes the structs and makes the function. XLA calls Python with
-the addresses of its buffers, on the host or on a device, and on a device with its stream. Nothing
-is copied.
+A handler is a C function with one argument, a pointer to a call frame of plain structs. jaxlib
+describes them in ``xla/ffi/api/c_api.h``. This module describes the structs by ctypes, which also
+makes the function. XLA calls Python with the addresses of its buffers, on the host or on a device,
+and on a device with its stream. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ import numpy as np
 from cupyattn.errors import UnsupportedError
 
 Shape: TypeAlias = tuple[int, ...]
-#: Function of a target: (operands, results, attributes). It writes the results and no operand.
+#: Function of a target, with arguments (operands, results, attributes). It writes only results.
 Target: TypeAlias = Callable[[Sequence[Any], Sequence[Any], dict[str, str]], None]
 
-#: The major version of the interface that these structs are of; minor versions only add to it.
+#: The interface's major version that these structs describe; minor versions only add to it.
 MAJOR_VERSION = 0
 _METADATA, _STRING = 1, 4
-#: Types of elements by XLA's numbers for them.
+#: Element types by XLA's numbers.
 _DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype(bool), 2: np.dtype(np.int8), 4: np.dtype(np.int32), 5: np.dtype(np.int64),
     10: np.dtype(np.float16), 11: np.dtype(np.float32), 12: np.dtype(np.float64),
     16: np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
-#: XLA's status codes by the exceptions that mean them; the first that fits.
+#: XLA's status codes by exception; the first match decides.
 _STATUS = (
     (NotImplementedError, 12),  # UNIMPLEMENTED
     ((ValueError, TypeError), 3),  # INVALID_ARGUMENT
@@ -47,8 +47,8 @@ _STATUS = (
     (BaseException, 13),  # INTERNAL
 )
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-#: Seconds without a call after which an ending process expects no further call; and the longest
-#: wait, in case a thread never stops calling.
+#: Seconds without a call after which an ending process expects no further call. Longest wait in
+#: seconds, in case a thread never stops calling.
 QUIET, LONGEST_WAIT = 0.1, 60.0
 
 
@@ -155,7 +155,7 @@ def spoken_version(include: str | PathLike[str]) -> tuple[int, int]:
     Raises
     ------
     UnsupportedError
-        For another major version: its structs are others.
+        For another major version, because its structs differ.
     """
     header = Path(include, "xla", "ffi", "api", "c_api.h").read_text(encoding="utf-8")
     found = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)$", header, re.MULTILINE))
@@ -220,10 +220,10 @@ def handler(target: Target, version: tuple[int, int], *, on_device: bool) -> Any
 
 
 def wait_for_calls() -> None:
-    """Return once no handler has run for `QUIET` seconds, or after `LONGEST_WAIT`.
+    """Wait until no handler has run for `QUIET` seconds, at most `LONGEST_WAIT` seconds.
 
-    For the end of a process: if a thread of XLA enters Python while Python ends, it is stopped
-    there, and XLA waits for it forever.
+    Call it when the process ends. A thread of XLA that enters Python during its shutdown is
+    stopped there, and XLA waits for it forever.
     """
     began = now = time.monotonic()
     while now - began < LONGEST_WAIT:
@@ -243,7 +243,7 @@ def _tell(metadata: Any, version: tuple[int, int]) -> None:
 
 
 def _error(api: Any, error: BaseException) -> int | None:
-    """Return XLA's object of an exception."""
+    """Return XLA's error object for an exception."""
     code = next(code for kinds, code in _STATUS if isinstance(error, kinds))
     message = f"{type(error).__name__}: {error}".encode()
     arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, message, code)
@@ -281,7 +281,7 @@ def _attributes(attributes: Any) -> dict[str, str]:
 
 
 def _host_view(place: _Place, *, writeable: bool) -> Any:
-    """Return a NumPy array over a buffer of the host."""
+    """Return a NumPy array over a host buffer."""
     if not place.nbytes:
         return np.empty(place.shape, place.dtype)
     look = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -291,7 +291,7 @@ def _host_view(place: _Place, *, writeable: bool) -> Any:
 
 
 def _device_view(place: _Place, *, writeable: bool) -> Any:
-    """Return a CuPy array over a buffer of a device, which CuPy asks the driver for."""
+    """Return a CuPy array over a device buffer; CuPy asks the driver for its device."""
     import cupy
 
     if not place.nbytes:

@@ -1,4 +1,4 @@
-"""Runs the compiled kernels' PTX on NumPy: no GPU needed, and stricter than one."""
+"""Run the compiled kernels' PTX on NumPy, without a GPU and with stricter checks than a GPU's."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
     from cupyattn.interpret.memory import GlobalMemory
 
-#: Modifiers that are hints, or say how an access is ordered with others at this scope: they change
-#: no value here, where every access happens in order.
+#: Modifiers that are hints, or set the order of an access relative to others. They change no value
+#: here, because every access happens in order.
 _HINTS = {
     "weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "cta", "gpu", "sys", "cluster",
     "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "L1::evict_last", "L1::evict_first",
@@ -87,7 +87,7 @@ def _atomic_shape(inst: Instruction) -> tuple[str, str, int, str] | None:
 
 
 def _is_strong(inst: Instruction) -> bool:
-    """Return whether an access says how it is ordered: such accesses do not race each other."""
+    """Return whether an access specifies its order; such accesses do not race with each other."""
     return not _STRONG.isdisjoint(inst.modifiers)
 
 
@@ -237,7 +237,7 @@ _ATOMIC: dict[str, Callable[..., Any]] = {
 }
 
 
-#: Types of two numbers in 32 bits. The operation is atomic for each of them, not for both.
+#: Types of two numbers in 32 bits. The operation is atomic for each number, not for the pair.
 _PACKED = {"f16x2": DTYPES["f16"], "bf16x2": DTYPES["bf16"]}
 
 
@@ -312,7 +312,7 @@ class Copy:
     """A ``cp.async`` in flight: source and destination of each lane."""
 
     lanes: Ints
-    groups: Ints  # number of the group that each lane put it in
+    groups: Ints  # number of the group in which each lane put it
     offset: Ints  # into shared memory
     data: npt.NDArray[np.uint8]  # [lanes, bytes]
 
@@ -364,7 +364,7 @@ class Copies:
 
 
 def _copy_bytes(inst: Instruction) -> int:
-    """Return the width of a copy of a lane; the copy engine's are multiples of 16 bytes."""
+    """Return the bytes of one lane's copy; widths of the copy engine are multiples of 16 bytes."""
     size = inst.operands[2] if len(inst.operands) > 2 else None
     return size.bits if isinstance(size, Immediate) else 16
 
@@ -410,7 +410,7 @@ def _copy(inst: Instruction) -> Execute | None:
             rows = np.flatnonzero(wanted == count)
             for memory, within, some in machine.space("global", address[rows], "load", int(count)):
                 part = rows if some is None else rows[some]
-                # NOTE: the source must be as aligned as the whole copy, however few bytes it reads.
+                # NOTE: the source must be aligned to the whole copy, even if fewer bytes are read.
                 unit = min(int(count) & -int(count), width, 8)
                 values = cast("GlobalMemory", memory).load(
                     within, unit, int(count) // unit, index[part], alignment=width

@@ -1,4 +1,4 @@
-"""Which NumPy function an arithmetic instruction is: moves, comparisons, and all the rest by name.
+"""Look up the NumPy function of an arithmetic instruction; moves and comparisons are defined here.
 
 `lookup` parses names once. The operation that it returns only does arithmetic.
 """
@@ -118,7 +118,7 @@ def _comparison(name: str, kind: str, flushes: bool) -> Evaluate | None:
         return _COMPARE.get(name) or (_UNSIGNED.get(name) if kind[0] == "u" else None)
     fmt = FORMATS[kind]
     compare: Evaluate
-    if name == "ne":  # NumPy's is true for NaN
+    if name == "ne":  # NumPy's comparison is true for NaN
 
         def compare(a: Array, b: Array) -> Array:
             return np.logical_or(np.less(a, b), np.greater(a, b))
@@ -265,7 +265,7 @@ def lookup(opcode: str, modifiers: tuple[str, ...], results: int = 1) -> Operati
     modifiers : tuple of str
         E.g. ``("rn", "f32")``.
     results : {1, 2}
-        2 where the instruction names a pair of them, ``setp ... %p1|%p2``.
+        2 if the instruction names a pair of results, ``setp ... %p1|%p2``.
 
     Returns
     -------

@@ -1,11 +1,11 @@
-"""How many passes shared memory takes to serve one access of a warp.
+"""Count the passes of shared memory for one access of a warp.
 
 Shared memory has 32 banks, and word i (of 4 bytes) is in bank ``i % 32``. In one pass each bank
-serves one word to all lanes that access it. Lanes of a warp are served together up to 128 bytes: 32
-lanes with up to 4 bytes each, half a warp with 8 bytes, a quarter with 16 (CUDA C++ Programming
-Guide, shared memory from compute capability 5.0 on). If lanes access k words of one bank together,
-there is a conflict, which takes k passes. A row of an ``ldmatrix`` tile is an access of 16 bytes by
-the lane that names it.
+serves one word to all lanes that access it. Lanes of a warp are served together up to 128 bytes.
+These are 32 lanes with up to 4 bytes each, half a warp with 8 bytes, or a quarter with 16. The
+source is the CUDA C++ Programming Guide, shared memory from compute capability 5.0 on. If lanes
+access k words of one bank together, there is a conflict, which takes k passes. A row of an
+``ldmatrix`` tile is an access of 16 bytes by the lane that names it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def passes(address: Ints, width: int, lanes: Ints) -> tuple[int, int]:
     """
     together = min(WARP, WARP * WORD_BYTES // max(width, WORD_BYTES))
     words = address[:, None] // WORD_BYTES + np.arange(max(width // WORD_BYTES, 1))
-    # Lanes that want the same word are served together: one entry for each group of lanes and word.
+    # Lanes that read the same word are served together: one entry for each group of lanes and word.
     wanted = np.unique((lanes[:, None] // together << 32) + words)
     groups, group = np.unique(wanted >> 32, return_inverse=True)
     load = np.bincount(group * BANKS + wanted % BANKS, minlength=len(groups) * BANKS)

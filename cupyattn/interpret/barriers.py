@@ -1,4 +1,4 @@
-"""The sixteen barriers of a block (``bar``, ``barrier``): who has arrived, and who waits.
+"""The sixteen barriers of a block (``bar``, ``barrier``): arrivals and waiting lanes.
 
 PTX ISA, "bar, barrier": a barrier is named by a number from 0 to 15. A count of threads is a
 multiple of 32, and all threads that meet at a barrier give the same one.
@@ -45,7 +45,7 @@ class Barrier:
         self.arrived = np.zeros(size, np.bool_)
         self.twice = np.zeros(size, np.bool_)  # waits after it had arrived without waiting
         self.counts = np.zeros(blocks, np.intp)  # expected threads, by block; 0: unknown
-        self.resume = np.full(size, -1, np.int64)  # where a waiting lane continues
+        self.resume = np.full(size, -1, np.int64)  # place at which a waiting lane continues
         self.views: dict[int, Any] = {}  # by block: joined views of the arrivals
 
 
@@ -143,7 +143,7 @@ class Barriers:
             message = f"more threads arrive at barrier {number} than the {count} it waits for"
             machine.report("divergence", message, machine.lane, lanes.mask)
         everybody = count == machine.threads
-        if not everybody:  # what they did before is handed on to those who wait
+        if not everybody:  # their earlier accesses become ordered before the waiting lanes
             for block in blocks:
                 some = lanes.index[lanes.index // machine.threads == block]
                 view = machine.clocks.views(some).max(axis=0)
@@ -162,12 +162,12 @@ class Barriers:
         other = (known > 0) & (known != count) & lanes.mask
         if other.any():
             message = (
-                f"barrier {number} is to wait for {count} threads, and those that arrived before "
-                f"said {known[other][0]}"
+                f"barrier {number} is to wait for {count} threads, and earlier arrivals said "
+                f"{known[other][0]}"
             )
             machine.report("invalid operand", message, machine.lane, other)
         again = barrier.arrived & lanes.mask
-        if wait:  # a warp may hand itself the first turn: it arrives, and waits later
+        if wait:  # a warp may give itself the first turn: it arrives, and waits later
             again &= barrier.twice
         if again.any():
             message = f"threads arrive at barrier {number} a second time before it completes"
@@ -186,7 +186,7 @@ class Barriers:
         return absent
 
     def _complete(self, barrier: Barrier, complete: Ints, *, everybody: bool) -> None:
-        """Let all who wait in the blocks that are `complete` continue."""
+        """Let all waiting lanes in the blocks that are `complete` continue."""
         machine = self._machine
         if everybody:
             machine.clocks.meet_blocks(complete)

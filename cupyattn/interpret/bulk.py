@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import address_reader, copy_async
-from cupyattn.interpret.cluster import RANK_BITS
+from cupyattn.interpret.cluster import RANK_BITS, WITHIN
 from cupyattn.interpret.memory import WINDOWS, GlobalMemory
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import WARP, Ints
@@ -83,9 +83,10 @@ class Tensor:
         return address, inside, np.arange(index.shape[1]) * self.itemsize
 
     def in_whole_chunks(self) -> Tensor:
-        """Return the array as the engine stores it: 16 bytes at a time, past its columns too.
+        """Return the array with the extent that the engine stores: whole 16 bytes, also past the
+        columns.
 
-        Seen on an H200; copies the other way end with the last column.
+        This was observed on an H200; copies the other way end with the last column.
         """
         chunk = 16 // self.itemsize
         return replace(self, shape=(*self.shape[:-1], -(-self.shape[-1] // chunk) * chunk))
@@ -134,19 +135,24 @@ class Engine:
             self._misaligned(message, lane)
         return found
 
-    def own_address(self, address: int, lane: int) -> int:
-        """Return an address in shared memory of the cluster as one in the lane's own block.
-
-        Raises
-        ------
-        UnsupportedError
-            If it lies in another block.
-        """
+    def in_blocks(self, address: int, blocks: int, lane: int) -> list[int]:
+        """Return an address once for every block of the cluster whose bit in `blocks` is set."""
         machine = self._machine
-        rank = address >> RANK_BITS  # as `mapa` makes it: 0 without it
-        if rank and rank - 1 != lane // machine.threads % machine.clusters.blocks:
+        if blocks >> machine.clusters.blocks or not blocks:
+            message = (
+                f"a copy to the blocks {blocks:#b} of a cluster that has "
+                f"{machine.clusters.blocks}"
+            )
+            self._fail(message, lane)
+        ranks = [rank for rank in range(machine.clusters.blocks) if blocks >> rank & 1]
+        return [address & WITHIN | rank + 1 << RANK_BITS for rank in ranks]
+
+    def check_together(self, target: int, barrier: int, lane: int) -> None:
+        """Refuse a copy to one block that reports to a barrier of another one."""
+        machine = self._machine
+        owners = machine.clusters.owners(np.array([target, barrier]), np.array([lane, lane]))
+        if owners[0] != owners[1]:
             raise not_known(machine.program.steps[machine.place].instruction)
-        return address & ((1 << RANK_BITS) - 1)
 
     def _fail(self, message: str, lane: int) -> None:
         self._machine.report("out of bounds", message, np.array([lane]), np.ones(1, np.bool_))
@@ -164,58 +170,89 @@ class Engine:
         self._machine.report("misaligned", message, np.array([lane]), np.ones(1, np.bool_))
 
     def bring(
-        self, tensor: Tensor, corner: Sequence[int], target: int, barrier: int, lane: int
+        self, tensor: Tensor, corner: Sequence[int], places: Sequence[tuple[int, int]], lane: int
     ) -> None:
-        """Begin a copy of a box to shared memory; its bytes count off an mbarrier."""
+        """Begin a copy of a box to places in shared memory, each with the mbarrier that counts its
+        bytes."""
         self._check_column(tensor, corner[-1], lane)
-        if target % 128:
+        if (target := places[0][0] & WITHIN) % 128:
             message = f"a box goes to shared address {target}, which is no multiple of 128"
             self._misaligned(message, lane)
         address, inside, place = tensor.elements(corner)
         swizzled = swizzled_address(target + place, tensor.swizzle) - target
-        self._deliver(address, inside, swizzled, tensor.itemsize, target, barrier, lane)
+        data = self._fetch(address, inside, tensor.itemsize, lane)
+        for to, barrier in places:
+            self._deliver(lambda: data, swizzled, to, barrier, lane, data.itemsize)
 
     def bring_bytes(self, source: int, target: int, nbytes: int, barrier: int, lane: int) -> None:
         """Begin a copy of contiguous bytes, which an mbarrier counts."""
-        self._check_sixteens(source, target, nbytes, lane, "from")
+        self._check_sixteens(source, target & WITHIN, nbytes, lane, "from")
         place = np.arange(0, nbytes, 8)
         everything = np.ones(len(place), np.bool_)
-        self._deliver(source + place, everything, place, 8, target, barrier, lane)
+        data = self._fetch(source + place, everything, 8, lane)
+        self._deliver(lambda: data, place, target, barrier, lane, 8)
+
+    def bring_to_block(
+        self, source: int, target: int, nbytes: int, barrier: int, lane: int
+    ) -> None:
+        """Begin a copy of contiguous bytes of the lane's block to another place of the cluster."""
+        if source % 16 or target % 16 or nbytes % 16:
+            message = (
+                f"a bulk copy of {nbytes} bytes from shared address {source} to "
+                f"{target & WITHIN} of a block: all three have to be multiples of 16"
+            )
+            self._misaligned(message, lane)
+        machine, shared = self._machine, self._machine.shared
+        first, granules = self._lend(source, nbytes, np.array([lane]), noted=False)
+
+        def read() -> npt.NDArray[Any]:
+            shared.shadow.taken_by_engine(granules, machine.clocks)
+            return shared.data[first : first + nbytes].view("u8").copy()
+
+        self._deliver(read, np.arange(0, nbytes, 8), target, barrier, lane, 8)
+
+    def _fetch(
+        self, address: Ints, inside: npt.NDArray[np.bool_], size: int, lane: int
+    ) -> npt.NDArray[Any]:
+        """Return elements of `size` bytes of global memory, zeros where not `inside`."""
+        data = np.zeros(len(address), f"u{size}")
+        if inside.any():
+            who = np.full(int(inside.sum()), lane)
+            data[inside] = self._machine.spaces["global"].load(address[inside], size, 1, who)[0]
+        self._machine.traffic["global", "load"] += size * int(inside.sum())
+        return data
 
     def _deliver(
         self,
-        address: Ints,
-        inside: npt.NDArray[np.bool_],
+        read: Callable[[], npt.NDArray[Any]],
         place: Ints,
-        size: int,
         target: int,
         barrier: int,
         lane: int,
+        size: int,
     ) -> None:
-        """Begin to bring elements of `size` bytes, zeros where not `inside`, to places behind a
-        shared address."""
+        """Begin to bring elements of `size` bytes to places behind an address of the cluster."""
         machine = self._machine
-        lanes, nbytes = np.array([lane]), len(address) * size
+        self.check_together(target, barrier, lane)
+        lanes, nbytes = np.array([lane]), len(place) * size
         (reported,) = machine.mbarriers.at(np.array([barrier]), lanes)
         if not reported.visible:
             message = (
-                "the copy engine is told of an mbarrier that no fence.mbarrier_init (or "
+                "the copy engine gets an mbarrier that no fence.mbarrier_init (or "
                 "fence.proxy.async) has shown it"
             )
             machine.report("race", message, lanes, np.ones(1, np.bool_))
-        shared = machine.shared
-        data = np.zeros(len(address), f"u{size}")
-        who = np.full(len(address), lane)
-        if inside.any():
-            memory = machine.spaces["global"]
-            data[inside] = memory.load(address[inside], size, 1, who[inside])[0]
-        machine.traffic["global", "load"] += size * int(inside.sum())
+        shared, clusters = machine.shared, machine.clusters
         machine.traffic["shared", "copy"] += nbytes
-        first = shared.offset(np.array([target]), 16, lanes)
-        shared.offset(np.array([target + nbytes - 16]), 16, lanes)
+        first = clusters.offset(np.array([target]), 16, lanes)
+        clusters.offset(np.array([target + nbytes - 16]), 16, lanes)
         granules, owners = shared.granules(first, nbytes, lanes)
         shadow = shared.shadow
-        shadow.before_write(granules, owners, machine.clocks, machine.report)
+        block = int(clusters.owners(np.array([target]), lanes)[0])
+        shadow.before_write(
+            granules, owners, machine.clocks, machine.report,
+            block=None if block == lane // machine.threads else block,
+        )  # fmt: skip
         shadow.before_proxy(granules, owners, machine.clocks, machine.report)
         shadow.take_off(granules)
         offset = (place + int(first[0])) // size
@@ -223,7 +260,7 @@ class Engine:
         def arrive() -> None:
             shadow.land(granules)
             shadow.wrote_by_engine(granules, machine.clocks)
-            shared.data.view(data.dtype)[offset] = data
+            shared.data.view(f"u{size}")[offset] = read()
             machine.mbarriers.deliver(reported, nbytes)
 
         reported.deliveries.append(arrive)
@@ -251,14 +288,19 @@ class Engine:
 
         self._stores.append(Store(lane, int(self.committed[lane]), granules, write))
 
-    def _lend(self, source: int, nbytes: int, lanes: Ints) -> tuple[int, Ints]:
+    def _lend(
+        self, source: int, nbytes: int, lanes: Ints, *, noted: bool = True
+    ) -> tuple[int, Ints]:
         """Check bytes of shared memory and lend them to a copy; return their offset and granules.
+
+        `noted`: the copy is in a group of the lane, which therefore counts as their reader.
         """
         machine, shared = self._machine, self._machine.shared
         first = shared.offset(np.array([source]), 16, lanes)
         shared.offset(np.array([source + nbytes - 16]), 16, lanes)
         granules, owners = shared.granules(first, nbytes, lanes)
-        shared.shadow.before_read(granules, owners, machine.clocks, machine.report)
+        check = shared.shadow.before_read if noted else shared.shadow.before_engine_reads
+        check(granules, owners, machine.clocks, machine.report)
         shared.shadow.before_proxy(granules, owners, machine.clocks, machine.report)
         shared.shadow.lend(granules)
         machine.traffic["shared", "load"] += nbytes
@@ -304,7 +346,7 @@ class Engine:
             self._misaligned(message, lane)
 
     def wait(self, lanes: Lanes, pending: int) -> None:
-        """Let all but the last `pending` groups of each lane end."""
+        """Complete all but the last `pending` groups of each lane."""
         machine, left = self._machine, []
         for store in self._stores:
             if lanes.mask[store.lane] and store.group < self.committed[store.lane] - pending:
@@ -339,7 +381,7 @@ def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
 
 @instruction("cp")
 def copy(inst: Instruction) -> Execute | None:
-    """Copies in the background: of single lanes, or by the copy engine."""
+    """Build asynchronous copies: of single lanes, or by the copy engine."""
     if inst.modifiers[:1] == ("reduce",):
         return _reduce_bulk(replace(inst, modifiers=inst.modifiers[1:]))
     if inst.modifiers[:1] != ("async",):
@@ -371,16 +413,20 @@ def _bulk(inst: Instruction) -> Execute | None:
         plain = tuple(m for m in kind if m != "L2::cache_hint")
         if plain == ("global", "shared::cta", "bulk_group"):
             return _take_bytes(inst, None)
+        if plain == ("shared::cluster", "shared::cta", "mbarrier::complete_tx::bytes"):
+            return _bring_bytes(inst, between=True)
         return _bring_bytes(inst) if plain in _BYTES_IN else None
     names = [m for m in kind[2:] if m not in ("tile", "L2::cache_hint")]
     if tuple(names) in _BYTES_IN:
         return _bring(inst)
+    if (tuple(names[:-1]), names[-1]) == (_BYTES_IN[0], "multicast::cluster"):
+        return _bring(inst, reader(inst.operands[3], "u16"))
     if names == ["global", "shared::cta", "bulk_group"]:
         return _take(inst)
     return None
 
 
-def _bring(inst: Instruction) -> Execute:
+def _bring(inst: Instruction, blocks: Callable[[Machine], Any] | None = None) -> Execute:
     target = address_reader(inst.operands[0])
     tensor, coordinates = _corner(inst.operands[1])
     barrier = address_reader(inst.operands[2])
@@ -392,13 +438,17 @@ def _bring(inst: Instruction) -> Execute:
         for lane in lanes.index.tolist():
             corner = [int(x[lane]) for x in reversed(corners)]
             found = engine.tensor(int(maps[lane]), lane)
-            to, told = (engine.own_address(int(x[lane]), lane) for x in (targets, barriers))
-            engine.bring(found, corner, to, told, lane)
+            ends = [[int(x[lane])] for x in (targets, barriers)]
+            if blocks is not None:
+                some = int(machine.each(blocks(machine))[lane])
+                ends = [engine.in_blocks(x, some, lane) for (x,) in ends]
+            engine.bring(found, corner, list(zip(*ends, strict=True)), lane)
 
     return execute
 
 
-def _bring_bytes(inst: Instruction) -> Execute:
+def _bring_bytes(inst: Instruction, *, between: bool = False) -> Execute:
+    """A copy from global memory, or `between` blocks of a cluster."""
     target = address_reader(inst.operands[0])
     source = address_reader(inst.operands[1])
     count = reader(inst.operands[2], "u32")
@@ -408,8 +458,8 @@ def _bring_bytes(inst: Instruction) -> Execute:
         numbers = [machine.each(read(machine)) for read in (source, target, count, barrier)]
         for lane in lanes.index.tolist():
             start, to, nbytes, told = (int(x[lane]) for x in numbers)
-            to, told = (machine.engine.own_address(x, lane) for x in (to, told))
-            machine.engine.bring_bytes(start, to, nbytes, told, lane)
+            bring = machine.engine.bring_to_block if between else machine.engine.bring_bytes
+            bring(start, to, nbytes, told, lane)
 
     return execute
 
@@ -449,7 +499,7 @@ def _take(inst: Instruction) -> Execute:
         issued: set[tuple[int, ...]] = set()
         for lane in lanes.index.tolist():
             corner = [int(x[lane]) for x in reversed(corners)]
-            # Lanes of a warp that name the same copy write the same bytes: it is made once.
+            # Lanes of a warp that name the same copy write the same bytes, so it is made once.
             one = (lane // WARP, int(maps[lane]), int(sources[lane]), *corner)
             if one not in issued:
                 issued.add(one)

@@ -1,10 +1,11 @@
 """Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
 
-An address in the shared memory of a cluster is an address of a block's shared memory, with the rank
-of the block, counted from 1, in higher bits. Rank 0 means the lane's block. Only the barrier orders
-blocks. If a lane releases when it arrives, all accesses ordered before the arrival come before
-those that follow a wait for that phase. These include accesses of other threads, ordered by
-barriers of their blocks.
+An address in a cluster's shared memory is an address in a block's shared memory, with the block's
+rank in higher bits. Ranks count from 1 there, and 0 means the lane's block. The barrier orders
+blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
+engine writes there. If a lane releases when it arrives at the barrier, all accesses ordered before
+the arrival come before accesses after a wait for that phase. These include accesses of other
+threads, ordered by barriers of their blocks.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 #: log2 of the distance between the ranks of an address; shared memory is smaller.
 RANK_BITS = 24
+#: The bits of an address below its rank.
+WITHIN = (1 << RANK_BITS) - 1
 
 
 @dataclass
@@ -51,18 +54,21 @@ class Clusters:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.blocks = machine.program.kernel.cluster
-        self._lanes = self.blocks * machine.threads  # of a cluster
+        self._lanes = self.blocks * machine.threads  # blocks of a cluster
         size = machine.size
-        self._phase = np.zeros(-(-size // self._lanes), np.int64)  # that a cluster has completed
+        self._phase = np.zeros(-(-size // self._lanes), np.int64)  # completed phases
         self._arrivals = np.zeros(size, np.int64)  # phases that a lane has arrived in,
-        self._waits = np.zeros(size, np.int64)  # and those that it has waited for
-        self._time = np.zeros(size, np.int32)  # of the last release in its block
-        # The same at the end of the last phase that its cluster completed, and of the one before.
+        self._waits = np.zeros(size, np.int64)  # and phases for which it has waited
+        self._time = np.zeros(size, np.int32)  # time of the last release in its block
+        # The same times at the end of the last two phases that its cluster completed.
         self._released = np.zeros((2, size), np.int32)
         self._views: dict[int, Times] = {}  # by block: joined views of this phase
         self._seen: dict[int, Times] = {}  # the same of the last phase
+        self._heard: dict[int, dict[int, Times]] = {}  # by block: views of the other blocks
         self._waiting: dict[int, Bools] = {}  # by place
         self._reads: list[FarRead] = []
+        steps = machine.program.steps if self.blocks > 1 else ()
+        machine.shared.shadow.others_write = any(map(_copies_to_others, steps))
 
     # ---- the barrier
 
@@ -95,9 +101,11 @@ class Clusters:
         through, late = index[done], index[~done]
         self._waits[through] += 1
         for block in np.unique(through // machine.threads).tolist():
+            some = through[through // machine.threads == block]
             if block in self._seen:
-                some = through[through // machine.threads == block]
                 machine.clocks.acquire(some, self._seen[block])
+            if block in self._heard:
+                machine.clocks.between.tell(machine.clocks, some, self._heard[block])
         if len(through):
             machine.go(machine.place + 1, self._mask(through))
         if len(late):
@@ -116,9 +124,16 @@ class Clusters:
             some = slice(cluster * self._lanes, (cluster + 1) * self._lanes)
             self._released[1, some] = self._released[0, some]
             self._released[0, some] = self._time[some]
-            for block in range(cluster * self.blocks, (cluster + 1) * self.blocks):
-                if block in self._views:
-                    self._seen[block] = self._views.pop(block)
+            blocks = range(cluster * self.blocks, (cluster + 1) * self.blocks)
+            views = {block: self._views.pop(block) for block in blocks if block in self._views}
+            engine = max((view[-1] for view in views.values()), default=0)
+            first = machine.clocks.first // machine.threads
+            for block, view in views.items():
+                self._seen[block] = view.copy()
+                self._seen[block][-1] = engine
+            for block in blocks:
+                others = {first + n: view[:-1] for n, view in views.items() if n != block}
+                self._heard[block] = others
         self._phase[complete] += 1
         self._reads = [kept for read in self._reads for kept in self._recent(read)]
         freed = np.isin(machine.lane // self._lanes, complete)
@@ -139,7 +154,7 @@ class Clusters:
         return mask
 
     def _recent(self, read: FarRead) -> Iterator[FarRead]:
-        """Yield the reads that some thread may not yet be ordered after."""
+        """Yield the reads that are not yet ordered before every thread."""
         kept = read.time > self._released[1, read.lanes]
         if kept.any():
             yield FarRead(read.time, read.granules[kept], read.lanes[kept])
@@ -159,9 +174,8 @@ class Clusters:
     ) -> Units:
         """Return `count` units of `unit` bytes for each lane: (count, lanes)."""
         machine, shared = self._machine, self._machine.shared
-        block, rank = lanes // machine.threads, address >> RANK_BITS
-        owner = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
-        within = address & ((1 << RANK_BITS) - 1)
+        block, owner = lanes // machine.threads, self.owners(address, lanes)
+        within = address & WITHIN
         if (owner == block).all():
             return shared.load(within, unit, count, lanes, strong)
         values = np.empty((count, len(lanes)), f"u{unit}")
@@ -169,11 +183,7 @@ class Clusters:
         if len(own):
             values[:, own] = shared.load(within[own], unit, count, lanes[own], strong)
         some, width = lanes[far], unit * count
-        offset = shared.offset(within[far], width, some) + (owner - block)[far] * shared.stride
-        gone = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))[owner[far]]
-        if gone.any():
-            message = "shared memory of another block is read, and that block has ended"
-            machine.report("race", message, some, gone, within[far])
+        offset = self.offset(address[far], width, some)
         size = shared.granule_bytes
         granules, who = spread(offset // size, some, max(width // size, 1))
         shared.shadow.before_far_read(
@@ -184,16 +194,35 @@ class Clusters:
         values[:, far] = gather(shared.data, offset, unit, count)
         return values
 
+    def owners(self, address: Ints, lanes: Ints) -> Ints:
+        """Return the blocks of the batch whose shared memory the addresses of `lanes` name."""
+        block, rank = lanes // self._machine.threads, address >> RANK_BITS
+        named: Ints = np.where(rank == 0, block, block // self.blocks * self.blocks + rank - 1)
+        return named
+
+    def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
+        """Return offsets into the memory of all blocks, whose block must not have ended."""
+        machine, shared = self._machine, self._machine.shared
+        own, owner = lanes // machine.threads, self.owners(address, lanes)
+        within = address & WITHIN
+        offset = shared.offset(within, width, lanes) + (owner - own) * shared.stride
+        if (owner != own).any():
+            ended = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))
+            if (gone := ended[owner]).any():
+                message = "shared memory of another block is accessed, and that block has ended"
+                machine.report("race", message, lanes, gone, within)
+        return offset
+
     def store(self, address: Ints, values: Units, lanes: Ints, strong: bool = False) -> None:
-        """Not known: no kernel stores there."""
+        """Refuse stores, which no kernel does there."""
         raise NotImplementedError
 
     def exchange(self, address: Ints, unit: int, lanes: Ints) -> tuple[Bytes, Ints]:
-        """Not known: no kernel has atomic operations there."""
+        """Refuse atomic operations, which no kernel does there."""
         raise NotImplementedError
 
     def _before_write(self, granules: Ints, lanes: Ints) -> None:
-        """Report a write that another block's read may come after."""
+        """Report a write if another block's read may come after it."""
         order = np.argsort(granules, kind="stable")
         for read in self._reads:
             found = np.searchsorted(granules, read.granules, sorter=order)
@@ -212,7 +241,7 @@ class Clusters:
             return
         blocks = lanes // machine.threads
         ended = np.logical_not(machine.alive.reshape(machine.blocks, -1).any(axis=1))
-        latest = np.full(machine.blocks, -1)  # of each block the lane that has waited most
+        latest = np.full(machine.blocks, -1)  # the lane of each block with the most waits
         order = np.argsort(self._waits[lanes], kind="stable")
         latest[blocks[order]] = lanes[order]
         for read in self._reads:
@@ -231,6 +260,12 @@ class Clusters:
             f"{machine.first_block + block} warp {thread // WARP} lane {thread % WARP}"
         )
         machine.report("race", message, lanes, late)
+
+
+def _copies_to_others(step: Step) -> bool:
+    """Return whether an instruction lets the copy engine write to another block."""
+    kind = step.instruction.modifiers
+    return "multicast::cluster" in kind or kind[2:4] == ("shared::cluster", "shared::cta")
 
 
 # ---- instructions --------------------------------------------------------------------------------
@@ -270,7 +305,7 @@ def map_address(inst: Instruction) -> Execute | None:
         if outside.any():
             message = f"a rank outside the cluster, which has {machine.clusters.blocks} blocks"
             machine.report("out of bounds", message, lanes.index, outside)
-        within = address(machine) & ((1 << RANK_BITS) - 1)
+        within = address(machine) & WITHIN
         write(machine, (within | (ranks + 1) << RANK_BITS).astype(np.uint32), lanes)
 
     return execute

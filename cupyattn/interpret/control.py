@@ -1,4 +1,4 @@
-"""Where lanes go: branches, ends, barriers, and instructions that only cost time."""
+"""Control flow of lanes: branches, ends, barriers, and instructions that only take time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @instruction("bra")
 def branch(inst: Instruction) -> Step | None:
-    """Part the lanes by the guard."""
+    """Divide the lanes by the guard."""
     target = inst.target
     if target is None or inst.modifiers not in ((), ("uni",)):
         return None
@@ -55,7 +55,7 @@ def end(inst: Instruction) -> Step | None:
 
 @instruction("trap")
 def trap(inst: Instruction) -> Execute:
-    """Report that the kernel gave up."""
+    """Report a trap."""
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         machine.report("trap", "the kernel stopped itself", machine.lane, lanes.mask)
@@ -65,13 +65,13 @@ def trap(inst: Instruction) -> Execute:
 
 @instruction("prefetch", "prefetchu", "applypriority", "pmevent")
 def nothing(inst: Instruction) -> Execute:
-    """Cost time."""
+    """Do nothing."""
     return lambda machine, lanes: None
 
 
 @instruction("griddepcontrol")
 def grid_dependency(inst: Instruction) -> Execute | None:
-    """Wait for the launch before, which has ended here; let the next one begin, which comes later.
+    """Wait for the previous launch, which has ended here; let the next one begin.
 
     Reads before the wait are still checked (`Launch.awaits`).
     """
@@ -115,7 +115,7 @@ def fence(inst: Instruction) -> Execute | None:
 
 @instruction("setmaxnreg")
 def set_registers(inst: Instruction) -> Step | None:
-    """Ask for more registers, or give some up."""
+    """Request or release registers."""
     first = inst.operands[0]
     action, *rest = inst.modifiers
     if action not in ("inc", "dec") or rest != ["sync", "aligned", "u32"]:

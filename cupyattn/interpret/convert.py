@@ -1,4 +1,4 @@
-"""``cvt``: between integers and floats of every width, rounded and clamped as the PTX ISA says."""
+"""Execute ``cvt``, between integers and floats of every width, with PTX's rounding and clamping."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _float_to_float(rounding: str, flags: tuple[str, ...], source: str, to: str)
 
 
 def _scalar(modifiers: tuple[str, ...]) -> Operation | None:
-    """From one number to one number."""
+    """Conversion of one number to one number."""
     found = match(
         modifiers, f"{ROUNDINGS}|{'|'.join(WHOLE)}?", "ftz?", "sat?", "relu?", "satfinite?",
         f"{INTEGERS}|{FLOATS}", f"{INTEGERS}|{FLOATS}",
@@ -138,7 +138,7 @@ def _scalar(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def _pair(modifiers: tuple[str, ...]) -> Operation | None:
-    """Two float32 to the upper and the lower half of a register."""
+    """Conversion of two float32 to the upper and the lower half of a register."""
     found = match(modifiers, "rn|rz", "relu?", "satfinite?", "f16x2|bf16x2", "f32")
     if not found:
         return None
@@ -169,7 +169,7 @@ def _to_eight_bits(to: str, rectifies: bool) -> Evaluate:
 
 
 def _eight_bits(modifiers: tuple[str, ...]) -> Operation | None:
-    """Pairs of 8-bit floats from two float32 (the upper one first) or two float16, and back."""
+    """Conversion of two float32 (the upper first) or float16 to a pair of 8-bit floats and back."""
     if found := match(modifiers, "rn", "satfinite", "relu?", "e4m3x2|e5m2x2", "f32|f16x2"):
         relu, to, source = found[2:]
         single = _to_eight_bits(to, bool(relu))
@@ -226,7 +226,7 @@ def _tf32(modifiers: tuple[str, ...]) -> Operation | None:
         if saturates:
             largest = np.uint32(0x7F7FE000).view(np.float32)
             rounded = np.where(np.isinf(rounded), np.copysign(largest, rounded), rounded)
-        if rounding == "rna":  # seen on an H200: a NaN is cut like a number
+        if rounding == "rna":  # observed on an H200: a NaN is truncated like a number
             return np.where(np.isnan(a), whole & _TF32_MASK, rounded.view(np.uint32))
         return np.where(np.isnan(rounded), _TF32_NAN, rounded.view(np.uint32))
 
@@ -267,5 +267,5 @@ def convert(modifiers: tuple[str, ...]) -> Operation | None:
     return None
 
 
-#: How to make the operation of each opcode from its modifiers.
+#: Functions that make the operation of each opcode from its modifiers.
 OPCODES: dict[str, Maker] = {"cvt": convert}

@@ -1,4 +1,4 @@
-"""Correct rounding: sums and products of floats as if computed exactly and rounded once.
+"""Round correctly: sums and products of floats as if computed exactly and rounded once.
 
 The tool is round to odd: if the float64 result is not exact, its last bit is set. Such a number is
 on the same side as the exact value of every number of a narrower format, and of every midpoint
@@ -66,8 +66,8 @@ def flush(x: Array, fmt: Format) -> Array:
 def flush_result(result: Array, doubled: Evaluate, fmt: Format) -> Array:
     """Flush results that would be subnormal if exponents had no lower end.
 
-    Hardware decides in this way: a result stays if it rounds to the smallest normal number with one
-    bit more than subnormal numbers have; otherwise it is flushed. `doubled` is called for such
+    Hardware rounds the result with one bit more than subnormal numbers have. If that is the
+    smallest normal number, the result stays, otherwise it is flushed. `doubled` is called for such
     results. It returns twice their values, rounded once, which have that bit.
     """
     edge = np.equal(np.abs(result), fmt.tiny)
@@ -87,7 +87,7 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
 def round_to_odd(nearest: Array, lost: Array) -> Array:
     """Return `nearest` + `lost` rounded to odd, where the first is that sum rounded to nearest.
 
-    Of an overflow, an infinity that lost its opposite, the odd neighbour is the largest number.
+    For an overflow, an infinity that lost its opposite, the odd neighbour is the largest number.
     """
     bits = np.asarray(nearest).view(f"u{nearest.dtype.itemsize}")
     one = bits.dtype.type(1)
@@ -140,7 +140,7 @@ def narrow(x: Array, fmt: Format, rounding: str = "rn") -> Array:
 
 
 def signed_zero(total: Array, a: Array, b: Array) -> Array:
-    """Return sums as rounding down has them: x - x is -0, unless both terms are +0."""
+    """Return sums with the zeros of rounding down: x - x is -0, unless both terms are +0."""
     negative = np.logical_or(np.signbit(a), np.signbit(b))
     return np.where(np.logical_and(np.equal(total, 0), negative), -0.0, total)
 
@@ -158,8 +158,8 @@ def fma(a: Array, b: Array, c: Array, fmt: Format, rounding: str = "rn") -> Arra
     if rounding == "rn" and fmt.dtype == np.float32:
         total = np.add(product, addend)
         result = total.astype(np.float32)
-        # Rounding once more goes wrong only midway between two float32, as the 29 lowest bits tell
-        # of a normal one, and only where the sum is not exact; a subnormal one is always suspected.
+        # A second rounding is wrong only midway between two float32, if the sum is not exact. The
+        # 29 lowest bits of a normal number show that; subnormal numbers are always checked.
         below = np.bitwise_and(np.asarray(total).view(np.uint64), _BELOW)
         suspect = np.equal(below, _MIDWAY)
         small = np.less(np.abs(result), fmt.tiny)

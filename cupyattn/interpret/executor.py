@@ -1,4 +1,4 @@
-"""Runs a plan on the interpreter: the same launches, parameters and workspace as a device.
+"""Run a plan in the interpreter, with the same launches, parameters and workspace as on a device.
 
 `run_kernel` runs any kernel.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: Bytes that the blocks of one batch may take together; one block always runs.
 MEMORY_BUDGET = 512 << 20
-#: First architecture on which launches overlap. On older ones a kernel has nothing to wait for.
+#: First architecture on which launches overlap. On older ones a kernel never waits for a launch.
 OVERLAPPING = 90
 #: Threads that a block may have on any device.
 MAX_BLOCK = 1024
@@ -54,7 +54,7 @@ def extents(given: Extents) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How many blocks and threads run, and the dynamic shared memory of a block.
+    """Extents of a launch: blocks, threads, and the dynamic shared memory of a block.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class OwnLaunch:
-    """The description that observers receive of a kernel without a plan."""
+    """The description of a kernel without a plan, for observers."""
 
     module: ModuleSpec | None
     entry: str
@@ -305,7 +305,7 @@ class _Placed:
         self._known: list[tuple[str, npt.NDArray[Any], int]] = []
 
     def address(self, name: str, array: npt.NDArray[Any]) -> int:
-        """Return the address of an array, which goes to memory when it is not there yet.
+        """Return the address of an array, which is copied to memory if it is not there yet.
 
         Raises
         ------

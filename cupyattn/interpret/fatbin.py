@@ -1,7 +1,7 @@
-"""Reads the PTX that a fatbin embeds, as ``nvcc -fatbin`` writes it.
+"""Read the PTX in a fatbin written by ``nvcc -fatbin``.
 
 A fatbin is a header of 16 bytes and entries, each with a header. Entries are PTX text, possibly
-compressed with LZ4 or Zstandard, or machine code. The layout is that of CUDA 11 to 13.
+compressed with LZ4 or Zstandard, or machine code. The layout is the one of CUDA 11 to 13.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_binary(data: bytes) -> bool:
 
 
 def embedded_ptx(data: bytes) -> str:
-    """Return the PTX text of a fatbin: the one for the highest architecture.
+    """Return the PTX text for the highest architecture in a fatbin.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Floating-point arithmetic, each result rounded once, in the direction that it names."""
+"""Floating-point arithmetic, each result rounded once, in the direction of the instruction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def rectify(x: Array) -> Array:
 def finish(
     evaluate: Evaluate, fmt: Format, flags: tuple[str, ...], doubling: tuple[float, ...] = ()
 ) -> Evaluate:
-    """Apply the modifiers ``ftz``, ``sat`` and ``relu``, and make every NaN the hardware's.
+    """Apply the modifiers ``ftz``, ``sat`` and ``relu``, and replace every NaN by the hardware's
+    NaN.
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ def operation(
 def _form(
     modifiers: tuple[str, ...], *forms: tuple[str, ...]
 ) -> tuple[str, str, tuple[str, ...]] | None:
-    """Rounding, type and flags of the form that fits; the rounding is to nearest if absent."""
+    """Rounding, type and flags of the matching form; the rounding is to nearest if absent."""
     for form in forms:
         if found := match(modifiers, *form):
             rounding = next((f for f in found if f in ROUNDINGS.split("|")), "rn")
@@ -161,7 +162,7 @@ def _root(fmt: Format, rounding: str) -> Evaluate:
         return np.sqrt
     if fmt is FORMATS["f64"]:
         return lambda a: exact.directed64(np.sqrt(a), lambda r, x: x - r * r, rounding, a)
-    return lambda a: exact.narrow(np.sqrt(a.astype(np.float64)), fmt, rounding)  # as a quotient
+    return lambda a: exact.narrow(np.sqrt(a.astype(np.float64)), fmt, rounding)  # as for a quotient
 
 
 def _reciprocal(fmt: Format, rounding: str) -> Evaluate:
@@ -267,10 +268,10 @@ def property_test(modifiers: tuple[str, ...]) -> Operation | None:
 
 # ---- approximations ------------------------------------------------------------------------------
 
-#: Errors that the PTX ISA allows the hardware's approximations, against the exact function, by
-#: kind: ``rel`` relative to the exact value, ``abs`` absolute, ``ulp`` in last places of the
-#: result. The interpreter computes the exact function, rounded once. The exception is a rule of the
-#: ISA: ``div.approx`` by more than 2^126 gives zero.
+#: Errors of the hardware's approximations that the PTX ISA allows, by kind. ``rel`` is relative to
+#: the exact value, ``abs`` absolute, and ``ulp`` in last places of the result. The interpreter
+#: computes the exact function, rounded once. The exception is a rule of the ISA: ``div.approx`` by
+#: more than 2^126 gives zero.
 APPROXIMATION_ERROR: dict[str, tuple[str, float]] = {
     "div.approx.f32": ("ulp", 2.0),
     "div.full.f32": ("ulp", 2.0),

@@ -74,7 +74,7 @@ def _wide(kind: str) -> str:
 
 
 def _multiply_high(a: Array, b: Array) -> Array:
-    """The upper half of products, from halves of 32 bits if there is no wider type."""
+    """The upper half of products, computed from halves of 32 bits if there is no wider type."""
     bits = a.dtype.itemsize * 8
     if bits < 64:
         wide = np.dtype(f"{a.dtype.kind}{a.dtype.itemsize * 2}")
@@ -103,7 +103,7 @@ _PRODUCTS: dict[str, Evaluate] = {
 
 
 def _product(modifiers: tuple[str, ...]) -> tuple[str, str, Evaluate] | None:
-    """The type of the factors, that of the product, and how to form it."""
+    """The type of the factors, the type of the product, and the function that computes it."""
     found = match(modifiers, "lo|hi|wide", INTEGERS)
     if not found or found in (("wide", "u64"), ("wide", "s64")):
         return None
@@ -374,7 +374,7 @@ def insert_field(modifiers: tuple[str, ...]) -> Operation | None:
     return Operation((kind, kind, "u32", "u32"), (kind,), evaluate)
 
 
-#: The selectors that a mode of ``prmt`` makes of the two lowest bits of its control.
+#: The selectors of each mode of ``prmt``, by the two lowest bits of its control.
 _BYTE_MODES = {
     "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
     "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
@@ -407,7 +407,7 @@ def _byte_moves(control: int) -> list[tuple[bool, np.ufunc, Array, Array]] | Non
 
 
 def _moved(a: Array, b: Array, moves: list[tuple[bool, np.ufunc, Array, Array]]) -> Array:
-    """Return the bytes that `_byte_moves` names, put together."""
+    """Return the bytes selected by `_byte_moves`, combined."""
     parts = [np.bitwise_and(shift(b if of_b else a, by), mask) for of_b, shift, by, mask in moves]
     return np.broadcast_to(reduce(np.bitwise_or, parts), np.broadcast(a, b).shape)
 
@@ -442,7 +442,7 @@ def permute_bytes(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def _length(x: Array) -> Array:
-    """Bits up to the highest one that is set; a float64 holds 32 bits exactly."""
+    """Number of bits up to the highest set bit; a float64 represents 32 bits exactly."""
     if x.dtype.itemsize < 8:
         return np.frexp(x.astype(np.float64))[1].astype(np.uint32)
     high = np.right_shift(x, _WORD)
@@ -461,7 +461,7 @@ def _leading_zeros(a: Array) -> Array:
 
 
 def find_leading(modifiers: tuple[str, ...]) -> Operation | None:
-    """``bfind``: where the highest bit is that is set or, in a negative number, not set."""
+    """``bfind``: the position of the highest bit that is set or, in a negative number, not set."""
 
     def evaluate(a: Array) -> Array:
         if kind[0] == "s":
@@ -497,7 +497,7 @@ def reverse_bits(modifiers: tuple[str, ...]) -> Operation | None:
     return _uniform(1, evaluate, *found)
 
 
-#: How to make the operation of each opcode from its modifiers.
+#: Functions that make the operation of each opcode from its modifiers.
 OPCODES: dict[str, Maker] = {
     "add": partial(_add_or_subtract, np.add),
     "sub": partial(_add_or_subtract, np.subtract),

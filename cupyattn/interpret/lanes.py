@@ -1,4 +1,4 @@
-"""The lanes that execute an instruction together, and the values that they hold."""
+"""The lanes that execute an instruction together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = npt.NDArray[Any]
 
 
 class Lanes:
-    """Some lanes of the batch: the group that an instruction is executed for.
+    """Some lanes of the batch, for which an instruction is executed.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Lanes:
 
     @cached_property
     def index(self) -> Ints:
-        """Their numbers, rising."""
+        """The numbers of the lanes, rising."""
         return np.flatnonzero(self.mask)
 
     @cached_property

@@ -48,7 +48,7 @@ FULL_WARP = 0xFFFFFFFF
 _WINDOWS = {base >> 56: name for name, base in WINDOWS.items()}
 #: Largest number of segments of a batch of blocks: a kernel that runs longer will not end.
 MAX_SEGMENTS = 5_000_000
-#: How often lanes may wait although no other lane can run.
+#: Number of times that lanes may wait although no other lane can run.
 MAX_RESTS = 100
 #: Mean number of segments between changes of priority, under a random schedule.
 NEW_RANKS = 500
@@ -175,10 +175,10 @@ class Machine:
         self._parked: dict[int, Bools] = {}  # lanes that wait for others of their warp, by place
         self._groups: dict[int, Lanes] = {}
         self._turns = Turns()
-        self._resting: dict[int, Bools] = {}  # lanes that let others go first, by place
-        self._rested: dict[int, bytes] = {}  # the same when they last went on
-        self._ranks: list[int] = []  # under a schedule, of each warp of a block: who goes first
-        self._in_vain = 0  # times that the same have gone on and come back since
+        self._resting: dict[int, Bools] = {}  # lanes that let others run first, by place
+        self._rested: dict[int, bytes] = {}  # the same lanes when they last continued
+        self._ranks: list[int] = []  # under a schedule, the priority of each warp of a block
+        self._in_vain = 0  # number of times that the same lanes have continued and come back since
         self._symbols = {
             **launch.symbols, **program.shared, **program.local,
             **{p.name: p.offset for p in program.kernel.parameters},
@@ -218,10 +218,10 @@ class Machine:
         self.engine.check_idle()
 
     def release(self) -> None:
-        """Let go of all parts, and be of no use any more.
+        """Release all parts; the machine cannot be used afterwards.
 
-        The parts know the machine and it knows them: their memory, which may be gigabytes, would
-        wait for the garbage collector.
+        The parts and the machine refer to each other. Without this call, their memory, which may
+        be gigabytes, would wait for the garbage collector.
         """
         vars(self).clear()
 
@@ -272,7 +272,7 @@ class Machine:
                 observer.after(self, lanes)
 
     def go(self, place: int, lanes: Lanes | Bools) -> None:
-        """Let lanes go on at an instruction."""
+        """Let lanes continue at an instruction."""
         if not isinstance(lanes, Lanes):
             lanes = Lanes(lanes, self.alive)
         present = self._groups.get(place)
@@ -287,7 +287,7 @@ class Machine:
         self._resting[place] = lanes.mask if resting is None else resting | lanes.mask
 
     def _wake_resting(self) -> bool:
-        """Let resting lanes go on; return whether there are any, and not in vain."""
+        """Let resting lanes continue; return whether there are any that may progress."""
         state = {place: mask.tobytes() for place, mask in self._resting.items()}
         self._in_vain = self._in_vain + 1 if state == self._rested else 0
         self._rested = state
@@ -372,7 +372,7 @@ class Machine:
         return Lanes((here & ~later).ravel(), self.alive), late.ravel()
 
     def met(self, lanes: Lanes) -> None:
-        """Note that the lanes here of each warp have met, and are ordered from now on."""
+        """Record that the lanes here of each warp have met, which orders them from now on."""
         bits = lanes.bits
         whole = np.flatnonzero(bits == FULL_WARP)
         if len(whole):
@@ -387,7 +387,7 @@ class Machine:
     def set(self, index: int, value: Values, lanes: Lanes) -> None:
         """Write a register for some lanes. Arrays are shared, never changed in place.
 
-        `value` is one for all, one for each lane of the batch, or one for each of `lanes`.
+        `value` has one entry for all, one for each lane of the batch, or one for each of `lanes`.
         """
         if value.ndim == 0:
             value = np.full(self.size, value)
@@ -459,7 +459,7 @@ class Machine:
     def report(
         self, kind: str, message: str, lanes: Ints, bad: Bools, address: Ints | None = None
     ) -> NoReturn:
-        """Raise a finding about the first of the `bad` ones of `lanes`."""
+        """Raise a finding about the first of the `bad` lanes."""
         first = int(np.argmax(bad))
         lane = int(lanes[first])
         block, thread = divmod(lane, self.threads)
@@ -479,7 +479,7 @@ class Machine:
         raise KernelFault(finding)
 
     def _report_deadlock(self) -> None:
-        """Say who waits for whom, from where the first of them wait."""
+        """Report a deadlock: the waiting lanes, and the reason for which they wait."""
         for place, mask in self._parked.items():
             step = self.program.steps[place]
             if step.warps > 1:

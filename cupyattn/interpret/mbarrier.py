@@ -2,7 +2,8 @@
 
 A barrier has phases. A phase ends when all expected arrivals have come and all announced bytes have
 arrived. Lanes that wait for it sleep until then. Copies that report to a barrier arrive when a
-thread waits for that barrier, and not before.
+thread waits for that barrier, and not before. Threads of other blocks of the cluster may arrive.
+They order what the copy engine writes, and not loads from another block.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cupyattn.interpret.access import address_reader
-from cupyattn.interpret.ordering import Bools, Ints, Times
+from cupyattn.interpret.cluster import WITHIN
+from cupyattn.interpret.ordering import WARP, Bools, Ints, Times
 from cupyattn.interpret.ptx import Instruction, Operand, Sink
-from cupyattn.interpret.semantics import ACCESSES, Execute, Step, instruction, reader, writer
+from cupyattn.interpret.semantics import (
+    ACCESSES,
+    Execute,
+    Step,
+    instruction,
+    not_known,
+    reader,
+    writer,
+)
 
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
@@ -51,6 +61,10 @@ class Mbarrier:
         Whether a fence has shown its initialisation to the copy engine.
     deliveries : list of callable
         Copies in flight that report to it.
+    number : int
+        Number among the barriers of the launch.
+    far : bool
+        Whether threads of other blocks have arrived.
     """
 
     expected: int
@@ -62,6 +76,12 @@ class Mbarrier:
     visible: bool = False
     initialised_by: int = 0
     deliveries: list[Callable[[], None]] = field(default_factory=list)
+    number: int = 0
+    far: bool = False
+
+    def key(self, phase: int) -> int:
+        """Return the number, no address, at which other blocks publish in a phase."""
+        return -1 - (self.number << 20 | phase)
 
     def advance(self) -> bool:
         """End the phase if it is complete; return whether it ended."""
@@ -84,15 +104,17 @@ class Mbarriers:
 
     def at(self, address: Ints, lanes: Ints) -> list[Mbarrier]:
         """Return the barriers at the addresses of `lanes`, each access checked."""
-        shared = self._machine.shared
-        offset = shared.offset(address, 8, lanes)
+        shared, clusters = self._machine.shared, self._machine.clusters
+        offset = clusters.offset(address, 8, lanes)
         missing = np.array([int(x) not in self._barriers for x in offset])
         if missing.any():
             message = "there is no initialised mbarrier"
             self._machine.report(
                 "never written", message, lanes, missing, offset % max(shared.stride, 1)
             )
-        shared.exchange(address, 8, lanes)
+        own = np.flatnonzero(clusters.owners(address, lanes) == lanes // self._machine.threads)
+        if len(own):
+            shared.exchange(address[own] & WITHIN, 8, lanes[own])
         return [self._barriers[int(x)] for x in offset]
 
     def create(self, address: Ints, counts: Ints, lanes: Ints) -> None:
@@ -103,7 +125,8 @@ class Mbarriers:
             shared.offset(address, 8, lanes).tolist(), counts.tolist(), lanes.tolist(), strict=True
         ):
             seen = np.zeros(clocks.threads + 1, np.int32)
-            barrier = Mbarrier(count, count, seen, seen, initialised_by=lane)
+            number = clocks.first // clocks.threads * shared.stride + offset
+            barrier = Mbarrier(count, count, seen, seen, initialised_by=lane, number=number)
             self._barriers[offset] = barrier
 
     def remove(self, address: Ints, lanes: Ints) -> None:
@@ -119,14 +142,27 @@ class Mbarriers:
             barrier.visible |= bool(lanes.mask[barrier.initialised_by])
 
     def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
-        """Announce bytes and count arrivals; return the phases of these arrivals."""
+        """Announce bytes and count arrivals; return the phases of these arrivals.
+
+        Lanes of a warp arrive in no defined order. If some end a phase and others arrive in the
+        next phase, chance decides which lanes do so. Such a kernel has a fault.
+        """
         machine = self._machine
         phases = np.empty(len(lanes), np.int64)
         views = machine.clocks.views(lanes)
+        first: dict[tuple[int, int], int] = {}
         for row, barrier in enumerate(self.at(address, lanes)):
             phases[row] = barrier.phase
+            warp = int(lanes[row]) // WARP
+            if first.setdefault((id(barrier), warp), barrier.phase) != barrier.phase:
+                message = "lanes of a warp arrive at an mbarrier in two of its phases"
+                machine.report("divergence", message, lanes, np.arange(len(lanes)) == row, address)
             barrier.bytes += int(tx[row])
-            barrier.arrivals = np.maximum(barrier.arrivals, views[row])
+            lane = int(lanes[row])
+            if lane // machine.threads == barrier.initialised_by // machine.threads:
+                barrier.arrivals = np.maximum(barrier.arrivals, views[row])
+            else:
+                self._publish(barrier, lane, views[row])
             if counts[row] > barrier.pending:
                 message = f"{counts[row]} arrive at an mbarrier that waits for {barrier.pending}"
                 machine.report("divergence", message, lanes, np.arange(len(lanes)) == row, address)
@@ -135,9 +171,18 @@ class Mbarriers:
                 self.wake(barrier)
         return phases
 
+    def _publish(self, barrier: Mbarrier, lane: int, view: Times) -> None:
+        """Order the threads that will wait for this phase after a lane of another block."""
+        clocks, barrier.far = self._machine.clocks, True
+        barrier.arrivals = barrier.arrivals.copy()
+        barrier.arrivals[-1] = max(barrier.arrivals[-1], view[-1])
+        clocks.between.release(clocks, np.array([lane]), np.array([barrier.key(barrier.phase)]))
+
     def complete(self, address: Ints, tx: Ints, lanes: Ints) -> None:
         """Count delivered bytes on behalf of threads; only their last fence orders this."""
         machine = self._machine
+        if (machine.clusters.owners(address, lanes) != lanes // machine.threads).any():
+            raise not_known(machine.program.steps[machine.place].instruction)
         views = machine.clocks.views(lanes)
         views[np.arange(len(lanes)), lanes % machine.threads] = self.fence_time[lanes]
         for row, barrier in enumerate(self.at(address, lanes)):
@@ -153,7 +198,7 @@ class Mbarriers:
         barrier.arrivals[-1] = self._machine.clocks.now
 
     def done(self, address: Ints, phases: Ints, lanes: Ints, *, parity: bool) -> Bools:
-        """Return whether phases have ended; copies that the lanes must wait for arrive now."""
+        """Return whether phases have ended; copies for which the lanes must wait arrive now."""
         clocks = self._machine.clocks
         found = np.zeros(len(lanes), np.bool_)
         barriers = self.at(address, lanes)
@@ -172,7 +217,11 @@ class Mbarriers:
                 ended = _ended(barrier, phases[rows], parity)
             found[rows] = ended
             if ended.any():
-                clocks.acquire(lanes[rows][ended], barrier.released)
+                through = lanes[rows][ended]
+                clocks.acquire(through, barrier.released)
+                if barrier.far:
+                    keys = np.full(len(through), barrier.key(barrier.phase - 1))
+                    clocks.between.acquire(clocks, through, keys)
         return found
 
     def sleep(self, barriers: list[Mbarrier], lanes: Ints) -> None:
@@ -181,7 +230,7 @@ class Mbarriers:
             self._asleep.setdefault((id(barrier), self._machine.place), []).append(lane)
 
     def wake(self, barrier: Mbarrier) -> None:
-        """Let the lanes that wait for a barrier look at it again."""
+        """Let the lanes that wait for a barrier test it again."""
         machine = self._machine
         for key in [key for key in self._asleep if key[0] == id(barrier)]:
             mask = np.zeros(machine.size, np.bool_)
@@ -216,7 +265,7 @@ ACCESSES["mbarrier"] = lambda inst: ("shared", 8)
 
 @instruction("mbarrier")
 def mbarrier(inst: Instruction) -> Execute | Step | None:
-    """Every operation on a barrier."""
+    """Build an operation on a barrier."""
     kind = _plain(inst)
     operands = list(inst.operands)
     if kind == ("init",):
@@ -273,7 +322,7 @@ def _arrive(
 
 
 def _wait(inst: Instruction, operands: list[Operand], *, parity: bool, blocks: bool) -> Step:
-    """Wait for a phase: asleep where the instruction may suspend the lane, else just asking."""
+    """Wait for a phase: sleep if the instruction may suspend the lane, otherwise only test it."""
     write = writer(operands[0])
     address = address_reader(operands[1])
     phase = reader(operands[2], "u32" if parity else "u64")

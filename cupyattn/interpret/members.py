@@ -1,8 +1,8 @@
 """Layout of the members of a kernel's shared memory, by name, as the compiler reports it.
 
-The names are read from the text of ``struct SharedStorage``. To get offsets, element types and
-extents, the source up to the end of the struct is compiled, followed by an array of constants for
-each member.
+The names are read from the text of ``struct SharedStorage``. The source up to the end of the
+struct is then compiled with an array of constants for each member. The constants are offsets,
+element types and extents.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class Member:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes of the member."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 def element_at(members: tuple[Member, ...], offset: int) -> str:
-    """Return the element of a member that a byte belongs to; several of them in a union.
+    """Return the member's element that contains a byte; several elements in a union.
 
     Examples
     --------

@@ -20,11 +20,12 @@ from cupyattn.interpret.shadow import Report, Shadow, spread
 
 #: log2 of the bytes between the regions of two arrays.
 REGION_BITS = 40
-#: Bytes of its region in front of an array: an access a little below one is that array's mistake.
+#: Bytes of an array's region before the array, so that an access slightly below it is attributed
+#: to it.
 FRONT = 1 << 20
 #: Generic addresses of shared, local and parameter memory start here.
 WINDOWS = {"shared": 1 << 56, "local": 1 << 57, "param": 1 << 58}
-#: First byte of shared memory in its window: not 0, so that null pointers are found.
+#: First byte of shared memory in its window; it is not 0, so that null pointers are found.
 SHARED_BASE = 1024
 
 Bytes = npt.NDArray[np.uint8]
@@ -66,7 +67,7 @@ def scatter(data: Bytes, offset: Ints, values: Units) -> None:
 
 
 def stores_agree(data: Bytes, offset: Ints, values: Units) -> bool:
-    """Write units as `scatter` does; say whether lanes that share a place wrote the same there."""
+    """Write units like `scatter`; return whether lanes that share a place wrote the same values."""
     scatter(data, offset, values)
     return np.array_equal(gather(data, offset, values.dtype.itemsize, len(values)), values)
 
@@ -95,7 +96,7 @@ def duplicate(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 def check_aligned(
     address: Ints, width: int, lanes: Ints, report: Report, name: str, base: int = 0
 ) -> None:
-    """Report addresses that are no multiple of the width of their access, `base` the first."""
+    """Report addresses that are not multiples of the access width; `base` is the first address."""
     odd = address & (width - 1)
     if odd.any():
         message = f"an access of {width} bytes to {name} at an address that is no multiple of that"
@@ -162,14 +163,14 @@ class GlobalMemory:
         self._granule_bytes = granule_bytes
 
     def attach(self, clocks: Clocks, report: Report) -> None:
-        """Serve a batch of blocks from now on."""
+        """Attach the memory to a batch of blocks."""
         self._clocks = clocks
         self._report = report
         overlaps = any(array.awaited for array in self.arrays)
         self._is_early = np.full(len(clocks.floor), overlaps)
 
     def wait(self, lanes: Ints) -> None:
-        """Let lanes wait for the launch before."""
+        """Record that lanes wait for the previous launch."""
         self._is_early[lanes] = False
 
     def add(
@@ -189,7 +190,7 @@ class GlobalMemory:
             For findings.
         source : numpy.ndarray
         initialised : bool
-            Whether its values mean anything: reading them is a finding where not.
+            Whether its values are defined; otherwise reading them is a finding.
         writable : bool
         awaited : bool
             As for `Array`.
@@ -332,7 +333,7 @@ class GlobalMemory:
         return offset
 
     def _check_waited(self, does: str, array: Array, address: Ints, lanes: Ints) -> None:
-        """Report lanes that are ahead of the launch before them."""
+        """Report lanes that access an array before they wait for the previous launch."""
         early = self._is_early[lanes]
         if early.any():
             message = f"the kernel {does} {array.name} before it waits for the launch before it"
@@ -356,7 +357,7 @@ class SharedMemory:
     ----------
     blocks : int
     nbytes : int
-        Of each block.
+        Bytes of each block.
     granule_bytes : int
         Width of the narrowest access of the kernel to shared memory.
     clocks : Clocks
@@ -441,7 +442,7 @@ class SharedMemory:
 
 
 class _NotAtomic:
-    """Memory that at most one lane can write, on which atomic operations make no sense."""
+    """Memory that at most one lane can write, which allows no atomic operations."""
 
     _report: Report
     _name: str

@@ -1,6 +1,7 @@
 """The parts of a PTX module: kernels, their instructions and operands, source lines, variables.
 
-`cupyattn.interpret.ptx` parses them from text. This module knows nothing of what instructions do.
+`cupyattn.interpret.ptx` parses them from text. This module does not define the effects of
+instructions.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ class Parameter:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One ``.entry``.
+    """A kernel: one ``.entry``.
 
     Parameters
     ----------

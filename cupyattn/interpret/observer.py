@@ -61,7 +61,7 @@ class Observer:
         """Called before lanes run the instruction at ``machine.place``."""
 
     def after(self, machine: Machine, lanes: Lanes) -> None:
-        """Called after that."""
+        """Called after lanes ran that instruction."""
 
     def batch(self, machine: Machine) -> None:
         """Called when the blocks of a machine have ended, or a finding has stopped them."""
@@ -73,14 +73,14 @@ class Observer:
         """Called when `observe` ends without an exception."""
 
     def close(self) -> None:
-        """Called when `observe` ends, after all else."""
+        """Called last when `observe` ends, even after an exception."""
 
 
 _ACTIVE: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())
 
 
 def active() -> tuple[Observer, ...]:
-    """Return the observers of the calls that this thread makes now."""
+    """Return the observers of this thread's current calls."""
     return _ACTIVE.get()
 
 
@@ -96,9 +96,9 @@ def observe(*observers: Observer) -> Iterator[None]:
     Raises
     ------
     ValueError
-        At the end, where a `Break` names a line that no kernel has instructions of.
+        At the end, if a `Break` names a line without instructions in any kernel.
     OSError
-        At the start, where a `Trace` cannot write its file.
+        At the start, if a `Trace` cannot write its file.
     """
     with contextlib.ExitStack() as stack:
         for observer in observers:

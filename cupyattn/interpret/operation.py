@@ -1,4 +1,4 @@
-"""Arithmetic instructions in the interpreter, and how their modifiers are read."""
+"""Arithmetic instructions of the interpreter, and the parser of their modifiers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def packed(low: Array, high: Array) -> Array:
 
 
 def on_halves(evaluate: Evaluate, dtype: np.dtype[Any]) -> Evaluate:
-    """Make an evaluation of 16-bit numbers one of 32-bit registers that hold two each."""
+    """Convert a function of 16-bit numbers to one of 32-bit registers with two numbers each."""
 
     @wraps(evaluate)
     def both(*sources: Array) -> Array:

@@ -1,18 +1,17 @@
-"""The order between accesses: threads' views of each other.
+"""Decide the order between accesses, by each thread's knowledge of the others.
 
 Time is the number of the current instruction, the same for all threads. An access of thread u at
-time c is ordered before the current instruction of thread t of its block if t waited for u at or
-after c:
+time c precedes the current instruction of thread t of its block if t waited for u since::
 
     u is t,  or  c <= floor[t],  or  u is in t's warp and c <= warp_floor[t],  or  c <= seen[t, u]
 
-`floor` rises when the whole block meets, `warp_floor` when the whole warp does, and `seen`, a
-vector clock (Fidge 1988, Mattern 1989), carries everything else: barriers of some warps and
-instructions of some lanes. Blocks are ordered by counters, see `BetweenBlocks`, and at what belongs
-to a block by the barrier of its cluster (`cluster.py`).
+`floor` rises when the whole block meets, `warp_floor` when the whole warp meets. `seen` is a
+vector clock (Fidge 1988, Mattern 1989) for everything else: barriers of some warps and
+instructions of some lanes. Counters order blocks (`BetweenBlocks`). For the shared memory of a
+block, the barrier of its cluster orders them (`cluster.py`).
 
 The copy engine is a separate actor, `ENGINE`. Its writes are ordered only before threads that
-waited for it, and before threads that synchronised with those since. No floor applies to it.
+waited for it, and before threads that later synchronised with these. No floor applies to it.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Clocks:
     now : int
         Time at which the batch begins.
     between : BetweenBlocks, optional
-        Of the launch.
+        Counters of the launch.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Clocks:
         self.floor = np.full(lanes, now, np.int32)
         self.warp_floor = np.full(lanes, now, np.int32)
         self._seen = np.zeros((lanes, threads + 1), np.int32)  # last: the copy engine
-        self._ragged = np.zeros(lanes // WARP, np.bool_)  # warps whose lanes saw different things
+        self._ragged = np.zeros(lanes // WARP, np.bool_)  # warps with lanes of different knowledge
         self._running = np.ones(blocks, np.bool_)
         #: The smallest `floor` of a block that has not ended.
         self.oldest = now
@@ -106,8 +105,13 @@ class Clocks:
         view[row, thread] = self.now
         return view
 
+    def saw_engine(self, lanes: Ints) -> Times:
+        """Return the time up to which each of `lanes` comes after the copy engine."""
+        seen: Times = self._seen[lanes, self.threads]
+        return seen
+
     def meet_blocks(self, blocks: Ints) -> None:
-        """All threads of each of `blocks` (numbered through the batch) have met."""
+        """Record that all threads of each of `blocks` (numbered through the batch) have met."""
         self.floor.reshape(-1, self.threads)[blocks] = self.now
         self._find_oldest()
         engine = self._seen[:, self.threads].reshape(-1, self.threads)
@@ -123,14 +127,14 @@ class Clocks:
         self.oldest = int(floors.min(initial=self.now))
 
     def meet_warps(self, warps: Ints) -> None:
-        """All lanes of each of `warps` (numbered through the batch) have met."""
+        """Record that all lanes of each of `warps` (numbered through the batch) have met."""
         for warp in warps[self._ragged[warps]]:
             self.meet(np.arange(warp * WARP, warp * WARP + WARP))
             self._ragged[warp] = False
         self.warp_floor.reshape(-1, WARP)[warps] = self.now
 
     def meet(self, lanes: Ints) -> None:
-        """`lanes`, all of one block, have met: each comes after all that any of them came after."""
+        """Record that `lanes` of one block have met: each now knows what any of them knew."""
         self.acquire(lanes, self.views(lanes).max(axis=0))
 
     def acquire(self, lanes: Ints, view: Times) -> None:
@@ -152,7 +156,7 @@ class _Heard:
     known: list[Known] = field(default_factory=list)
 
     def by(self, time: int) -> Known:
-        """Return its knowledge at a time."""
+        """Return the thread's knowledge at a time."""
         number = bisect_right(self.times, time)
         return self.known[number - 1] if number else _NOTHING
 
@@ -161,7 +165,8 @@ class BetweenBlocks:
     """The counters of a launch, and the knowledge that threads acquired from them."""
 
     def __init__(self) -> None:
-        self._at: dict[int, Known] = {}  # by address
+        self._at: dict[int, Known] = {}  # by address, or by a negative number that is none
+        self._counters = False  # whether any is an address
         self._heard: dict[int, dict[int, _Heard]] = {}  # by block, by thread of it
         # By block and thread: the knowledge at its last fence, and that of values read since.
         self._fenced: dict[tuple[int, int], Known] = {}
@@ -170,10 +175,10 @@ class BetweenBlocks:
     @property
     def in_use(self) -> bool:
         """Whether there has been a fence or a release, so that relaxed accesses may order."""
-        return bool(self._fenced or self._at)
+        return bool(self._fenced) or self._counters
 
     def fence(self, clocks: Clocks, lanes: Ints) -> None:
-        """Order `lanes` after what they read, and what they write after what they know now."""
+        """Order `lanes` after the values that they read, and later writes after their knowledge."""
         read = {lane: self._read.pop(self._thread(clocks, lane), None) for lane in lanes.tolist()}
         self._learn(clocks, read)
         for lane, known in zip(lanes.tolist(), self._known(clocks, lanes), strict=True):
@@ -182,7 +187,7 @@ class BetweenBlocks:
     def relaxed(
         self, clocks: Clocks, lanes: Ints, addresses: Ints, *, reads: bool, writes: bool
     ) -> None:
-        """Relaxed accesses order two threads together with a fence before and one behind them."""
+        """Record relaxed accesses, which order two threads if fences precede and follow them."""
         for lane, address in zip(lanes.tolist(), addresses.tolist(), strict=True):
             thread = self._thread(clocks, lane)
             if reads and address in self._at:
@@ -192,8 +197,14 @@ class BetweenBlocks:
 
     def release(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
         """Publish at `addresses` the accesses ordered before `lanes`."""
+        self._counters |= bool((addresses >= 0).any())
         for known, address in zip(self._known(clocks, lanes), addresses.tolist(), strict=True):
             self._at[address] = _joined(self._at.get(address, {}), known)
+
+    def tell(self, clocks: Clocks, lanes: Ints, known: Known) -> None:
+        """Order `lanes` after accesses of other blocks, by the barrier of their cluster."""
+        if known:
+            self._learn(clocks, dict.fromkeys(lanes.tolist(), known))
 
     def acquire(self, clocks: Clocks, lanes: Ints, addresses: Ints) -> None:
         """Order `lanes` after the accesses published at `addresses`."""
@@ -201,14 +212,14 @@ class BetweenBlocks:
         self._learn(clocks, {lane: self._at.get(address) for lane, address in pairs})
 
     def _known(self, clocks: Clocks, lanes: Ints) -> Iterator[Known]:
-        """Yield the knowledge of each lane, with what its own block has done before it."""
+        """Yield the knowledge of each lane, including its block's earlier accesses."""
         views = clocks.views(lanes)[:, : clocks.threads]
         for view, lane in zip(views, lanes.tolist(), strict=True):
             block = self._block(clocks, lane)
             yield _joined(self._come_to(block, view), {block: view})
 
     def _learn(self, clocks: Clocks, news: Mapping[int, Known | None]) -> None:
-        """Order lanes after what each is told.
+        """Merge new knowledge into each lane's.
 
         Lanes with the same earlier knowledge share the result, which `_come_to` joins once.
         """
@@ -217,7 +228,7 @@ class BetweenBlocks:
             if found is None:
                 continue
             block = self._block(clocks, lane)
-            if block in found:  # what threads of its own block left, here or by way of others
+            if block in found:  # from threads of its block, here or through others
                 clocks.acquire(np.array([lane]), np.append(found[block], np.int32(0)))
             heard = self._heard.setdefault(block, {})
             own = heard.setdefault(lane % clocks.threads, _Heard())
@@ -229,7 +240,7 @@ class BetweenBlocks:
             own.times.append(clocks.now)
 
     def overwrite(self, addresses: Ints) -> None:
-        """Something else than a counter's steps was written at `addresses`."""
+        """Record a write at `addresses` that is no step of a counter."""
         for address in self._at.keys() & set(addresses.tolist()):
             del self._at[address]
 
@@ -243,12 +254,23 @@ class BetweenBlocks:
             if block not in self._heard:
                 continue
             rows = np.flatnonzero(lanes == lane)
-            known = self._come_to(block, clocks.views(np.array([lane]))[0, : clocks.threads])
+            known = self._known_by(clocks, lane)
             for other in np.unique(blocks[rows]).tolist():
                 if (seen := known.get(other)) is not None:
                     some = rows[blocks[rows] == other]
                     before[some] = times[some] <= seen[threads[some]]
         return before
+
+    def view(self, clocks: Clocks, lane: int, block: int) -> Times:
+        """Return the times up to which a lane comes after the threads of another block of its
+        batch."""
+        known = self._known_by(clocks, lane)
+        nothing = np.zeros(clocks.threads, np.int32)
+        return known.get(block + clocks.first // clocks.threads, nothing)
+
+    def _known_by(self, clocks: Clocks, lane: int) -> Known:
+        views = clocks.views(np.array([lane]))
+        return self._come_to(self._block(clocks, lane), views[0, : clocks.threads])
 
     def _thread(self, clocks: Clocks, lane: int) -> tuple[int, int]:
         return self._block(clocks, lane), lane % clocks.threads
@@ -257,7 +279,7 @@ class BetweenBlocks:
         return (clocks.first + lane) // clocks.threads
 
     def _come_to(self, block: int, view: Times) -> Known:
-        """Return a thread's knowledge, including that of threads of its block ordered before it."""
+        """Return a thread's knowledge, with that of threads ordered before it in its block."""
         until = view.tolist()
         found = [heard.by(until[thread]) for thread, heard in self._heard.get(block, {}).items()]
         known = _NOTHING

@@ -35,11 +35,11 @@ from cupyattn.plans import records
 
 #: The first directive of a PTX module, after comments.
 _PTX = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\.version\s+\d", re.DOTALL)
-#: Name that a CUDA source passed as text has in messages and line numbers.
+#: Name of a CUDA source passed as text, in messages and line numbers.
 TEXT_NAME = "source.cu"
-#: Most axes of a tensor map.
+#: Largest number of axes of a tensor map.
 MAX_AXES = 5
-#: Architecture that CUDA source is compiled for by default.
+#: Default architecture for compiling CUDA source.
 LEAST_ARCH = "sm_80"
 
 
@@ -157,7 +157,7 @@ def launch(
 
 
 def _clustered(ready: Program, cluster: int) -> Program:
-    """Return a kernel for clusters that the launch asks for."""
+    """Return a kernel with the cluster size that the launch requests."""
     stated, entry = ready.kernel.cluster, ready.kernel.name
     if cluster < 1 or stated not in (1, cluster):
         states = f"states clusters of {stated}" if stated > 1 else "takes clusters of 1 block up"
@@ -191,7 +191,7 @@ def compiled(
     Raises
     ------
     KernelCompileError
-        If it does not compile. Host code gets a sentence of its own.
+        If it does not compile. Host code gets a separate message.
     """
     try:
         return build(module, arch, with_names(source))
@@ -206,7 +206,7 @@ def compiled(
 
 
 def text_of(source: Path | bytes) -> str:
-    """Return the source or PTX that a file or its contents hold."""
+    """Return the source or PTX in a file or its contents."""
     try:
         data = source.read_bytes() if isinstance(source, Path) else source
     except OSError as error:

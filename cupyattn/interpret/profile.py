@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.observer import Started
     from cupyattn.interpret.program import Program
 
-#: Fetches the addresses of an access to shared memory, and the lanes that they belong to.
+#: Returns the addresses of an access to shared memory, and their lanes.
 _Fetch = Callable[["Machine", "Lanes"], tuple[Ints, Ints]]
 
 
@@ -59,7 +59,7 @@ class SharedAccess:
 
     @property
     def excess(self) -> int:
-        """Passes that bank conflicts cost."""
+        """Additional passes due to bank conflicts."""
         return self.passes - self.fewest
 
 
@@ -128,7 +128,7 @@ class Profile(Observer):
     # ---- watching --------------------------------------------------------------------------------
 
     def launch(self, one: Started, program: Program, arch: str) -> None:
-        """Prepare for the accesses of a kernel."""
+        """Prepare to count the accesses of a kernel."""
         self._current = self.kernels.setdefault(one.entry, KernelProfile(one.entry))
         self._current.launches += 1
         self._fetches = {}
@@ -190,7 +190,7 @@ class Profile(Observer):
 
     @property
     def excess(self) -> int:
-        """Passes of shared memory that bank conflicts cost."""
+        """Additional passes of shared memory due to bank conflicts."""
         return sum(access.excess for access in self.accesses)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A kernel made ready to run: steps instead of text, segments instead of labels, a memory map."""
+"""Prepare a kernel: steps instead of text, segments instead of labels, and a memory map."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cupyattn.interpret.semantics import Execute, Step
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps that run one after the other once their first one does.
+    """Steps that run one after the other once the first one runs.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Program:
     granules : dict of str to int
         Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
     held : dict of int to int
-        Registers that products of warpgroups hold, and a number for each, from 0.
+        Number, from 0, of each register that products of warpgroups hold.
     """
 
     kernel: Kernel
@@ -120,7 +120,7 @@ def program(ptx: str, entry: str) -> Program:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from running.
+    """Pause the garbage collector.
 
     A program has tens of thousands of live objects. Their number triggers collections, which find
     no garbage and take as long as the preparation itself.
@@ -159,7 +159,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(ptx: str) -> Module:
-    """Read a text once for all of its kernels, which are mostly launched one after the other."""
+    """Parse a text once for all of its kernels, which are mostly launched one after the other."""
     return parse(ptx)
 
 

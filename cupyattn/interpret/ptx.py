@@ -1,4 +1,4 @@
-"""PTX text to a `Module`: kernels, their instructions, registers, labels and source lines.
+"""Parse PTX text to a `Module`: kernels, their instructions, registers, labels and source lines.
 
 The parser knows the syntax of PTX and none of its semantics: any ``opcode.modifier operands;`` is
 an instruction. It resolves names. Every operand is a declared register, variable, parameter,
@@ -79,7 +79,7 @@ def parse(text: str) -> Module:
 
 # ---- the grammar ---------------------------------------------------------------------------------
 
-#: Bytes of the types that variables, parameters and registers have.
+#: Bytes of the types of variables, parameters and registers.
 _SIZES = {f"{kind}{bits}": bits // 8 for kind in "bsu" for bits in (8, 16, 32, 64)}
 _SIZES |= {"f16": 2, "f32": 4, "f64": 8, "b128": 16}
 _REGISTER_TYPES = {*_SIZES, "pred", "f16x2", "bf16", "bf16x2", "e4m3x2", "e5m2x2"}
@@ -141,7 +141,7 @@ _INSTRUCTION = re.compile(
     re.DOTALL,
 )
 _REG = re.compile(rf"\.reg\s+\.(\w+)\s+({_NAME}(?:<\d+>)?(?:\s*,\s*{_NAME}(?:<\d+>)?)*)")
-#: A comma between operands: no brace or bracket closes behind it that does not open behind it.
+#: A comma between operands, outside of braces and brackets.
 _COMMA = re.compile(r",(?![^{}]*\}|[^\[\]]*\])")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|0[bB][01]+|0|[1-9]\d*)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})|(-?\d+\.\d*(?:[eE][+-]?\d+)?)")
@@ -155,11 +155,11 @@ _SPECIAL = re.compile(
 
 
 class _Text:
-    """The text, and where the reader stands: `where` is the offset that an error is about."""
+    """The text, and the reader's position: `where` is the offset for error messages."""
 
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
-        # Comments become blanks, so offsets and lines stay those of the text.
+        # Comments become blanks, so offsets and lines do not change.
         self.text = _STRING_OR_COMMENT.sub(_blank_comment, text)
         self.where = 0
         self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
@@ -343,7 +343,7 @@ def _parameters(text: _Text, declarations: str) -> tuple[Parameter, ...]:
 
 
 def _tuning(text: _Text, start: int, end: int) -> dict[str, int]:
-    """Read the directives between parameters and body, by the group of `_TUNING` that each has."""
+    """Read the directives between parameters and body, by their groups in `_TUNING`."""
     found: dict[str, int] = {}
     offset = text.skip_blanks(start)
     while offset < end:
@@ -376,7 +376,7 @@ class _Scope:
         self.operands: dict[str, Operand] = parent.operands if parent else {}
 
     def named(self, name: str) -> str:
-        """Return the name that no other scope of the kernel gives."""
+        """Return a name that is unique in the kernel."""
         return f"{name}@{self.number}" if self.number else name
 
     def type_of(self, name: str) -> str | None:
@@ -438,7 +438,7 @@ class _Body:
         text.fail(f"the text ends in a scope that opens on line {self._scope.line}")
 
     def _close(self) -> _Scope | None:
-        """Give the branches of the scope their targets; return the scope around it."""
+        """Set the targets of the scope's branches; return the enclosing scope."""
         scope = self._scope
         for index, label in scope.branches:
             if label in scope.labels:
@@ -454,7 +454,7 @@ class _Body:
 
     def _label(self, name: str) -> None:
         if name in self._scope.labels:
-            self._text.fail(f"label {name} stands twice in one scope")
+            self._text.fail(f"label {name} is defined twice in one scope")
         self._scope.labels[name] = len(self.instructions)
 
     def _loc(self, arguments: str) -> None:
@@ -464,7 +464,7 @@ class _Body:
         place, call_place = match.group(1, 2, 3), match.group(4, 5, 6)
         location = self._locations.get(place)
         if match[4]:
-            # Where the call itself was inlined stood in the last .loc of its position.
+            # The last .loc of the call's position says where the call itself was inlined.
             call = self._locations.get(call_place)
             if call is None:
                 call = Location(self._file(match[4]), int(match[5]), None)

@@ -1,4 +1,4 @@
-"""Registers that the warps of a block give up and ask for (``setmaxnreg``, sm_90a).
+"""Registers that the warps of a block release and request (``setmaxnreg``, sm_90a).
 
 PTX ISA, "setmaxnreg": every block has a pool. It is empty at launch, ``.dec`` puts registers of a
 warp into it, and ``.inc`` waits until it has enough of them. All warps of a warpgroup execute the
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 SM_REGISTERS = 65536
 #: Unit in which threads release and request registers.
 STEP = 8
-#: The fewest and the most of a thread.
+#: Least and largest number of registers of a thread.
 FEWEST, MOST = 24, 256
-#: The most of a thread at launch: an instruction names 255, and ptxas then launches with this.
+#: Largest number of a thread at launch: an instruction names 255, and ptxas then launches with
+#: this.
 MOST_AT_LAUNCH = 248
 #: Warps of a warpgroup.
 GROUP = 4
@@ -52,8 +53,8 @@ class Request:
 
     place: int
     warps: Ints  # numbered through the batch
-    count: int  # registers that each thread shall have
-    missing: int  # registers that the warps ask for together
+    count: int  # registers that each thread will have
+    missing: int  # registers that the warps request together
 
 
 class RegisterPools:
@@ -68,7 +69,7 @@ class RegisterPools:
         self._waiting: list[Request] = []
 
     def change(self, count: int, lanes: Lanes, *, more: bool) -> None:
-        """Let warpgroups ask for registers, or give some up, until each thread has `count`."""
+        """Let warpgroups request or release registers, until each thread has `count`."""
         machine = self._machine
         launched = self._check(count, lanes)
         groups = lanes.warps // self._warps * self._warps + lanes.warps % self._warps // GROUP
@@ -87,7 +88,7 @@ class RegisterPools:
         self._serve()
 
     def _check(self, count: int, lanes: Lanes) -> int:
-        """Report a `count` that the instruction does not take; return the registers at launch."""
+        """Report an invalid `count`; return the registers at launch."""
         machine = self._machine
         if count % STEP or not FEWEST <= count <= MOST:
             self._fail(

@@ -1,4 +1,4 @@
-"""Which registers an instruction reads and writes, and their values, for observers."""
+"""Find the registers that an instruction reads and writes, with their values, for observers."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def read(instruction: Instruction) -> tuple[Register, ...]:
 def result_type(instruction: Instruction, register: Register) -> str:
     """Return the PTX type of an instruction's result, or of its register if it names none.
 
-    Registers are declared as plain bits, ``.b32``; that they receive an ``f32`` or an ``s32`` only
-    the instruction says.
+    Registers are declared as plain bits, ``.b32``. Only the instruction says whether they receive
+    an ``f32`` or an ``s32``.
     """
     operation = alu.lookup(instruction.opcode, instruction.modifiers)
     named = operation.results if operation else instruction.modifiers

@@ -66,7 +66,7 @@ class Step:
 
 
 Builder = Callable[[Instruction], "Step | Execute | None"]
-#: Builder of each opcode, except those of `cupyattn.interpret.alu`.
+#: Builder of each opcode that is not in `cupyattn.interpret.alu`.
 BUILDERS: dict[str, Builder] = {}
 
 
@@ -82,13 +82,13 @@ def instruction(*opcodes: str) -> Callable[[Builder], Builder]:
 
 
 def access_width(instruction: Instruction) -> tuple[str, int] | None:
-    """Return the space that an instruction accesses (or ``"generic"``) and the bytes of a lane."""
+    """Return the space of an instruction's access (or ``"generic"``) and the bytes of each lane."""
     if instruction.opcode not in ACCESSES:
         return None
     return ACCESSES[instruction.opcode](instruction)
 
 
-#: How wide the accesses of each opcode are.
+#: Functions that return the width of each opcode's accesses.
 ACCESSES: dict[str, Callable[[Instruction], tuple[str, int] | None]] = {}
 
 
@@ -124,7 +124,7 @@ def reader(operand: Operand, type_name: str) -> Read:
 
 
 def register_type(register: Register) -> np.dtype[Any]:
-    """Return the type of the bits that a register holds."""
+    """Return the type of a register's bits."""
     return _bits_of(register.type)
 
 
@@ -199,7 +199,7 @@ def unsupported(instruction: Instruction) -> Execute:
 
 
 def guarded(step: Step) -> Step:
-    """Return a step that heeds the guard of its instruction, ``@%p`` or ``@!%p``."""
+    """Return a step that applies the guard of its instruction, ``@%p`` or ``@!%p``."""
     guard = step.instruction.predicate
     if guard is None or step.instruction.target is not None:
         return step

@@ -1,4 +1,4 @@
-"""Who touched which word of memory, and the hazards that this tells.
+"""Record which threads accessed each word of memory, and find hazards.
 
 Words are *granules*, as wide as the kernel's narrowest access to that memory. So neighbouring
 elements of different threads never share a granule.
@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 
-#: Reads noted since the last write, in granules, that may wait to be entered thread by thread.
+#: Largest number of granules whose reads may stay in the log before they are entered by thread.
 MAX_RECENT = 1 << 22
-#: Number of instructions whose reads may stay in the log; every write compares with each.
+#: Largest number of instructions whose reads may stay in the log, which every write compares.
 MAX_WAITING = 1024
 
 
@@ -92,17 +92,20 @@ class Shadow:
         # Time of the last write; 0 is before the launch, -1 never.
         self.written = np.full(granules, 0 if initialised else -1, np.int32)
         self.atomic = np.zeros(granules, np.bool_)  # whether that write was an atomic operation
-        self.read = np.zeros(granules, np.int32)  # time of the last read by anybody
-        # Time of each thread's last read: (warps, granules, lanes of a warp). Where only the first
-        # lane of a warp read, as for all of it, that is in `first_reads`: (warps, granules).
+        self.read = np.zeros(granules, np.int32)  # time of the last read by any thread
+        # Time of each thread's last read: (warps, granules, lanes of a warp). If only the first
+        # lane of a warp read, for the whole warp, the time is in `first_reads`: (warps, granules).
         # NOTE: pages of zeros that are not touched take no memory, and what the lanes of a warp
         # read together lies close together.
         self.reads = np.zeros((readers // WARP, granules, WARP), np.int32)
         self.first_reads = np.zeros((readers // WARP, granules), np.int32)
-        self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy under way
+        self.flying = np.zeros(granules, np.bool_)  # destination of an asynchronous copy in flight
         self.lent = np.zeros(granules, np.int16)  # asynchronous operations that still read it
-        # The last write was a thread's, and no proxy fence has shown it to the asynchronous proxy;
-        # where one has: the time of the fence, and whose it was.
+        # Time of the last read by the copy engine, whose end only an mbarrier tells.
+        self._taken: Times | None = None
+
+        # Whether the last write was a thread's, and no proxy fence has shown it to the asynchronous
+        # proxy. If a fence has: its time, and its lane.
         self.hidden = np.zeros(granules, np.bool_)
         self.fenced = np.zeros(granules, np.int32)
         self.fenced_by = np.zeros(granules, np.int32)
@@ -111,7 +114,7 @@ class Shadow:
         # Reads that `read` and `reads` do not have yet.
         self._recent: list[_Reads] = []
         self._recent_granules = 0
-        # Reads that only a plain write can come too early for.
+        # Reads by atomic operations, with which only plain writes can race.
         self._strong: list[_Reads] = []
         self._unwritten = 0 if initialised else granules
         self._flights = 0
@@ -119,12 +122,15 @@ class Shadow:
         self._last_read = 0  # of those in `read`
         self._last_write = 0
         self._engine_writes = False
-        #: Told of every write, granules and lanes, while others than `readers` have read.
+        #: Whether copies of other blocks may arrive here, which no barrier of this block orders.
+        self.others_write = False
+        #: Called for every write with granules and lanes, if threads outside of `readers` have
+        #: read.
         self.before_any_write: Callable[[Ints, Ints], None] | None = None
 
     @property
     def was_written(self) -> bool:
-        """Whether anybody wrote to it in this launch."""
+        """Whether any thread wrote to it in this launch."""
         return self._last_write > 0
 
     def before_read(
@@ -192,7 +198,7 @@ class Shadow:
         self._log.append((time, granules, lanes))
 
     def _enter_strong_reads(self, clocks: Clocks) -> None:
-        """Enter these among the others: the write that comes is no atomic operation."""
+        """Move these reads to the others, because the next write is no atomic operation."""
         strong, self._strong = self._strong, []
         for one in strong:
             if self.readers:
@@ -204,11 +210,12 @@ class Shadow:
     def _enter_reads(self, clocks: Clocks, written: Ints | None = None) -> None:
         """Enter the logged `read` and `reads`, except reads before a barrier of all threads.
 
-        No write can conflict with these. Reads far from the granules that are about to be `written`
-        stay in the log: in most kernels all threads synchronise before such a write, so these reads
-        need not be entered.
+        No write can conflict with these. Reads far from the granules that will be `written` stay
+        in the log. In most kernels all threads synchronise before a write to those, so they need
+        not be entered.
         """
-        recent = [one for one in self._recent if one.time > clocks.oldest]
+        oldest = 0 if self.others_write else clocks.oldest
+        recent = [one for one in self._recent if one.time > oldest]
         self._recent, self._recent_granules = [], 0
         if not recent:
             return
@@ -243,16 +250,26 @@ class Shadow:
             reads[place] = np.maximum(reads[place], one.time)
 
     def before_write(
-        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False
-    ) -> None:
-        """Check that `lanes` may write `granules`."""
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False,
+        block: int | None = None,
+    ) -> None:  # fmt: skip
+        """Check that `lanes` may write `granules`, of another `block` of the batch if it is given.
+        """
         self._check_flights(granules, lanes, report, "written")
         if self.before_any_write is not None:
             self.before_any_write(granules, lanes)
         if self._loans and (lent := self.lent[granules] > 0).any():
             message = f"{self.name} is written while an asynchronous operation still reads it"
             report("in flight", message, lanes, lent, self._address(granules))
-        oldest = clocks.oldest if self.readers else 0
+        if self._taken is not None:
+            late = self._taken[granules] > clocks.saw_engine(lanes)
+            if late.any():
+                message = (
+                    f"{self.name} is written, and nothing orders that after the copy engine read it"
+                )
+                report("race", message, lanes, late, self._address(granules))
+        own = self.readers > 0 and block is None
+        oldest = clocks.oldest if own else 0
         if self._strong and not atomic:
             self._enter_strong_reads(clocks)
         if self._last_write > oldest or self._engine_writes:
@@ -263,17 +280,17 @@ class Shadow:
         if self._recent:
             self._enter_reads(clocks, granules)
         if self._last_read > oldest:
-            late = self.read[granules] > (clocks.floor[lanes] if self.readers else 0)
+            late = self.read[granules] > (clocks.floor[lanes] if own else 0)
             if late.any():
-                self._check_readers(granules[late], lanes[late], clocks, report)
+                self._check_readers(granules[late], lanes[late], clocks, report, block)
 
     def wrote(
         self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, *, atomic: bool = False,
         agree: Callable[[], bool] | None = None,
     ) -> None:  # fmt: skip
-        """Note that `lanes` wrote `granules`; report two that did so in one instruction.
+        """Record that `lanes` wrote `granules`; report two lanes that did so in one instruction.
 
-        If `agree` says that all wrote the same there, it does not matter which of them was last.
+        If `agree` says that they wrote the same values, their order does not matter.
         """
         writer = (lanes + clocks.first).astype(np.int32)
         self.writer[granules] = writer
@@ -303,7 +320,7 @@ class Shadow:
         self._flights -= len(granules)
 
     def wrote_by_engine(self, granules: Ints, clocks: Clocks) -> None:
-        """Note that the copy engine wrote `granules`."""
+        """Record that the copy engine wrote `granules`."""
         self._engine_writes = True
         self.writer[granules] = ENGINE
         self._note_write(granules, clocks)
@@ -318,7 +335,7 @@ class Shadow:
         self._loans += len(granules)
 
     def give_back(self, granules: Ints, lanes: Ints, clocks: Clocks) -> None:
-        """Record that it has ended, on behalf of `lanes` that waited for it."""
+        """Record that the operation has ended, for `lanes` that waited for it."""
         self.lent[granules] -= 1
         self._loans -= len(granules)
         self.read[granules] = self._last_read = clocks.now
@@ -328,6 +345,23 @@ class Shadow:
                 self.reads[warp, granules, of_warp] = clocks.now
             else:
                 self.first_reads[warp][granules] = clocks.now
+
+    def before_engine_reads(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report
+    ) -> None:
+        """Check that the copy engine may read `granules` on behalf of `lanes`, which read nothing
+        themselves."""
+        self._check_flights(granules, lanes, report, "read")
+        self.check_written(granules, lanes, report)
+        self._check_writer(granules, lanes, self.written[granules], clocks, report, "read")
+
+    def taken_by_engine(self, granules: Ints, clocks: Clocks) -> None:
+        """Record that the copy engine has read `granules` that were lent, and an mbarrier tells."""
+        self.lent[granules] -= 1
+        self._loans -= len(granules)
+        if self._taken is None:
+            self._taken = np.zeros(len(self.lent), np.int32)
+        self._taken[granules] = clocks.now
 
     def fence(self, granules: slice, lanes: Ints, clocks: Clocks) -> None:
         """Make accesses before `lanes`, of the block of `granules`, visible to the proxy."""
@@ -344,7 +378,7 @@ class Shadow:
         self.fenced_by[hidden[shown]] = who[shown] + clocks.first
 
     def before_proxy(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
-        """Report threads' writes that the asynchronous proxy, at work for `lanes`, may not see."""
+        """Report threads' writes that may not be visible to the asynchronous proxy of `lanes`."""
         bad = self.hidden[granules] & (self.written[granules] > 0)
         some = np.flatnonzero(self.fenced[granules])
         if len(some):
@@ -403,13 +437,19 @@ class Shadow:
             message = f"{self.name} is {verb}, and nothing orders that after the write by {other}"
             report("race", message, lanes, late, self._address(granules))
 
-    def _check_readers(self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report) -> None:
+    def _check_readers(
+        self, granules: Ints, lanes: Ints, clocks: Clocks, report: Report, block: int | None
+    ) -> None:
         """Find a read of `granules` that is not ordered before `lanes` now."""
         if self.readers:
             for part in range(0, len(lanes), 1024):
                 some, who = granules[part : part + 1024], lanes[part : part + 1024]
                 writers, of_row = np.unique(who, return_inverse=True)
-                view = clocks.views(writers)[:, : clocks.threads]
+                if block is None:
+                    view = clocks.views(writers)[:, : clocks.threads]
+                else:
+                    known = [clocks.between.view(clocks, x, block) for x in writers.tolist()]
+                    view = np.stack(known)
                 if len(writers) > 1:
                     view = view[of_row]
                 view = view.reshape(len(view), -1, WARP).swapaxes(0, 1)
@@ -418,7 +458,8 @@ class Shadow:
                 if unordered.any():
                     by_thread = unordered.swapaxes(0, 1).reshape(len(some), -1)
                     row, thread = (int(x[0]) for x in by_thread.nonzero())
-                    reader = int(who[row]) // clocks.threads * clocks.threads + thread
+                    owner = int(who[row]) // clocks.threads if block is None else block
+                    reader = owner * clocks.threads + thread
                     self._report_reader(row, reader, some, who, clocks, report)
             return
         order = np.argsort(granules, kind="stable")
@@ -444,7 +485,7 @@ class Shadow:
 
 
 def _name(clocks: Clocks, other: int, lane: int) -> str:
-    """Name a lane from the view of another: with its block, if that differs."""
+    """Return the name of a lane, with its block if that differs from another lane's block."""
     if other < ENGINE // 2:
         return "the copy engine"
     block, thread = divmod(other, clocks.threads)

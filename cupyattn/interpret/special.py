@@ -1,4 +1,4 @@
-"""Special registers: where a lane is in its warp, block, cluster and grid."""
+"""Special registers: the position of a lane in its warp, block, cluster and grid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _AXES = (
     "tid", "ntid", "ctaid", "nctaid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid",
 )  # fmt: skip
-#: Names of all that are modelled.
+#: Names of all modelled registers.
 SPECIAL_REGISTERS = frozenset(
     {
         "WARP_SZ", "%laneid", "%warpid", "%nwarpid", "%cluster_ctarank", "%cluster_nctarank",

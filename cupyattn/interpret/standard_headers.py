@@ -1,4 +1,4 @@
-"""What nvcc gives to a CUDA source and NVRTC does not: names of the C and C++ standard headers.
+"""Names of the C and C++ standard headers, which nvcc provides to a CUDA source and NVRTC does not.
 
 NVRTC has neither a C library nor its headers, and knows functions such as ``expf`` without them.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 
-#: Headers without which NVRTC compiles what device code takes from them.
+#: Headers whose device functions NVRTC knows without them.
 HEADERS = frozenset(
     f"{c}{name}{h}"
     for name in ("math", "stdint", "float", "limits", "stdio", "stdlib", "stddef", "string",
                  "assert")
     for c, h in (("", ".h"), ("c", ""))
 )  # fmt: skip
-#: Names of these headers, and what they mean on a device.
+#: Names in these headers, with their device definitions.
 NAMES = {
     "INFINITY": "#define INFINITY __int_as_float(0x7f800000)",
     "NAN": "#define NAN __int_as_float(0x7fffffff)",

@@ -1,4 +1,4 @@
-"""Stops at a source line, with everything that the lanes there see."""
+"""Stop at a source line, and show everything that is visible to the lanes there."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class Stop:
         The different numbers in `block`, rising.
     registers : dict of str to numpy.ndarray
         Registers that those instructions read or wrote, by their PTX name, with one value for each
-        of the lanes: as the type they are declared with, ``.b32`` as uint32; ``view`` shows bits
-        otherwise.
+        of the lanes: in their declared type, ``.b32`` as uint32; ``view`` reinterprets the bits.
     shared : dict of str to numpy.ndarray
         Members of the kernel's ``SharedStorage``, with one more leading axis: `blocks`. Empty for a
         kernel without such a struct. Unwritten memory is 0. Data of an asynchronous copy appear
@@ -78,7 +77,7 @@ class Stop:
 
     @cached_property
     def shared(self) -> dict[str, npt.NDArray[Any]]:
-        """Members of shared memory, of every block that is here."""
+        """Members of the shared memory of every block in `blocks`."""
         machine = self._alive("shared")
         # Dynamic shared memory, with SharedStorage, follows the variables of fixed size.
         first = machine.program.shared_bytes
@@ -141,13 +140,13 @@ class Break(Observer):
         ``"attn_fa.cu"``, ``"prims/score/score.cuh"`` or ``"score.cuh"``.
     line : int
     callback : callable
-        Called with a `Stop` each time that a group of lanes has run adjacent instructions of that
-        line, or of code inlined into it. An exception ends the run.
+        Called with a `Stop` each time a group of lanes has run adjacent instructions of that line,
+        or of code inlined into it. An exception ends the run.
 
     Notes
     -----
-    The compiler spreads a line over the code, so one line may mean several stops. Instructions
-    that leave (branches, barriers) end a stop; one at a barrier is the arrival there.
+    The compiler spreads a line over the code, so one line may mean several stops.
+    Branches and barriers end a stop; a stop at a barrier is the arrival there.
     """
 
     def __init__(self, file: str, line: int, callback: Callable[[Stop], object]) -> None:

@@ -1,13 +1,13 @@
 """Tensor-core instructions on arrays of registers: fragments, products, and moves of 8 x 8 tiles.
 
-Arrays of registers are shaped (warps, 32, registers) and hold uint32 bit patterns. Which register
-of which lane holds which element of a matrix is PTX's fragment layout (PTX ISA, "Matrix fragments
-for mma.m16n8k*"): with g = lane / 4, t = lane % 4 and E elements to a register, all of them are
+Arrays of registers are shaped (warps, 32, registers) and hold uint32 bit patterns. PTX's fragment
+layout says which register of a lane holds an element of a matrix (PTX ISA, "Matrix fragments for
+mma.m16n8k*"). With g = lane / 4, t = lane % 4 and E elements to a register, register r holds::
 
-* A [16, K]: register r holds row g + 8 (r % 2), columns 4E (r / 2) + E t + 0 .. E - 1;
-* B [K, 8]: register r holds rows 4E r + E t + 0 .. E - 1 of column g;
-* C, D [16, N] in 32 bits: register r holds row g + 8 (r / 2 % 2), column 8 (r / 4) + 2 t + r % 2;
-* C, D [16, N] in float16: register r holds row g + 8 (r % 2), columns 8 (r / 2) + 2 t + 0, 1.
+    A [16, K]               row g + 8 (r % 2), columns 4E (r / 2) + E t + 0 .. E - 1
+    B [K, 8]                rows 4E r + E t + 0 .. E - 1 of column g
+    C, D [16, N], 32 bits   row g + 8 (r / 2 % 2), column 8 (r / 4) + 2 t + r % 2
+    C, D [16, N], float16   row g + 8 (r % 2), columns 8 (r / 2) + 2 t + 0, 1
 
 For ``mma`` N is 8. For ``wgmma`` each of four warps holds 16 of the 64 rows of A, C and D in this
 way. A descriptor names operands in shared memory: see `operand_addresses`.
@@ -51,7 +51,7 @@ _NUMBERS = {
     "u8": np.dtype(np.uint8),
     "tf32": np.dtype(np.float32),
 }
-#: Bits of a float32 that tf32 has not: tensor cores do not look at them.
+#: Bits of a float32 that tf32 lacks, which tensor cores ignore.
 _TF32_MASK = np.uint32(0xFFFFE000)
 
 
@@ -167,7 +167,8 @@ def accumulation_error(
     magnitude : array
         |c| + sum |a b|.
     roundoff : float
-        Of the addition: `cupyattn.kernels.numerics.FP8_ROUNDOFF` for ``wgmma`` over 8-bit floats.
+        Roundoff of the addition: `cupyattn.kernels.numerics.FP8_ROUNDOFF` for ``wgmma`` over 8-bit
+        floats.
     d_type : {"f32", "f16"}
         Type of the result.
 
@@ -200,7 +201,7 @@ def _cut(total: Array) -> Array:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """How sums of products are added to C and stored as D, in warps' registers.
+    """Adds sums of products to C, and stores the result as D, in warps' registers.
 
     Parameters
     ----------

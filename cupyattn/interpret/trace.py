@@ -1,4 +1,4 @@
-"""One warp, instruction by instruction, as a text file."""
+"""Write the instructions of one warp to a text file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trace(Observer):
     path : str or path
         Text file, written line by line as the kernel runs.
     block, warp, lane : int
-        Instructions are those of any lane of the warp, values those of the lane.
+        The file has the instructions of any lane of the warp, and the values of the lane.
     limit : int
         Number of lines after which the file ends, except for a finding.
 
@@ -120,7 +120,7 @@ class Trace(Observer):
             self._file.write(f"# finding: {finding}\n")
 
     def finish(self) -> None:
-        """Raise if no launch had such a lane."""
+        """Raise if no launch had this lane."""
         if self._sizes and not any(self._present(*size) for size in self._sizes):
             raise ValueError(
                 f"no launch has block {self.block}, warp {self.warp}, lane {self.lane}: the "

@@ -1,12 +1,12 @@
-"""Decides which lanes run next where no schedule draws it."""
+"""Decide which lanes run next without a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Segments between two looks at the lanes that wait longest.
+#: Segments between two checks of the lanes that have waited longest.
 LOOK = 256
-#: Looks at which the same lanes wait longest before all lanes take turns, for as many segments.
+#: Checks with the same longest-waiting lanes before all lanes take turns, for as many segments.
 PATIENCE = 4
 
 

@@ -1,4 +1,4 @@
-"""Instructions of the lanes of a warp together: exchanges, votes, and tensor cores.
+"""Instructions that the lanes of a warp execute together: exchanges, votes, tensor cores.
 
 None of them orders accesses to memory. Exchanges and votes "do not imply a memory barrier" (CUDA
 C++ Programming Guide), and the PTX ISA promises an order for ``bar.warp.sync`` alone.
@@ -43,7 +43,7 @@ def _by_warp(machine: Machine, values: Values) -> Values:
 
 
 def _sources(kind: str, lane: Ints, b: Ints, c: Ints) -> tuple[Ints, Bools]:
-    """Return which lane of its warp each lane reads, and whether that is in range (else itself)."""
+    """Return each lane's source lane, and whether it is in range; if not, it is the lane itself."""
     segment, clamp = c >> 8 & 31, c & 31
     top = (lane & segment) | (clamp & ~segment)
     bottom = lane & segment
@@ -235,7 +235,7 @@ def matrix_multiply(inst: Instruction) -> Step | None:
 
 
 def matrix_tiles(inst: Instruction) -> tuple[int, bool] | None:
-    """Return how many 8 x 8 tiles an ``ldmatrix`` or ``stmatrix`` moves, and whether transposed."""
+    """Return the number of 8 x 8 tiles of an ``ldmatrix`` or ``stmatrix``, and if it transposes."""
     modifiers = [m for m in inst.modifiers if not m.startswith("shared")]
     transposed = "trans" in modifiers
     if transposed:

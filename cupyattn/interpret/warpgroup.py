@@ -1,7 +1,7 @@
-"""Hopper's ``wgmma``: products of warpgroups, and layouts of their operands in shared memory.
+"""Compute Hopper's ``wgmma``: products of warpgroups, with operands in shared memory.
 
-A warpgroup is four warps; arrays of registers are shaped (groups, 128, registers), and warp w of a
-group holds rows 16 w to 16 w + 15, as fragments of `cupyattn.interpret.tensor_core`.
+A warpgroup is four warps. Arrays of registers are shaped (groups, 128, registers). Warp w of a
+group holds rows ``16 w`` to ``16 w + 15``, as fragments of `cupyattn.interpret.tensor_core`.
 """
 
 from __future__ import annotations
@@ -131,9 +131,10 @@ def operand_addresses(bits: int, rows: int, depth: int, width: int, k_major: boo
 def operand_granules(
     bits: int, rows: int, depth: int, width: int, k_major: bool, granule_bytes: int
 ) -> Index:
-    """Return the words of `granule_bytes` that hold an operand: their numbers, each once, rising.
+    """Return the words of `granule_bytes` that contain an operand: their numbers, each once,
+    rising.
 
-    The other parameters are those of `operand_addresses`. The result is read-only.
+    The other parameters are as for `operand_addresses`. The result is read-only.
     """
     granules: Index = np.unique(
         operand_addresses(bits, rows, depth, width, k_major) // granule_bytes
@@ -175,7 +176,7 @@ class Wgmma:
             Values; B is given by its columns, as `operand_addresses` has them.
         c : array of uint32, (groups, 128, registers)
         scale_d : array of bool, (groups,), or bool
-            Whether C counts; where not, it may hold anything.
+            Whether C is added; otherwise its contents do not matter.
         sign : {1, -1}
             ``imm-scale-a`` times ``imm-scale-b``.
         """

@@ -1,11 +1,11 @@
-"""``wgmma``: products of a warpgroup in the background.
+"""Execute ``wgmma``: asynchronous products of a warpgroup.
 
 A product is computed when a thread waits for its group. Until then its accumulators keep their old
 values. To read or write them, to change a fragment of A, or to write to an operand in shared memory
 is a hazard.
 
-PTX ISA, "wgmma.fence": a fence stands before the first product of a warpgroup, and between any
-access to a register and a product that uses the register as accumulator or as fragment of A.
+PTX ISA, "wgmma.fence": a fence must precede the first product of a warpgroup. A fence must also
+separate an access to a register from a product that uses it as accumulator or as fragment of A.
 Products of one shape may follow each other on the same accumulators without a fence. Two reads do
 not conflict, so a fragment of A may be read again without a fence, too.
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shared:
-    """An operand in shared memory: how its descriptor is read, and its layout."""
+    """An operand in shared memory: the reader of its descriptor, and its layout."""
 
     descriptor: Read
     rows: int
@@ -89,7 +89,7 @@ class WarpgroupProduct:
 
     product: Wgmma
     accumulators: tuple[int, ...]  # registers
-    fragments: tuple[int, ...]  # registers of A, none where A lies in shared memory
+    fragments: tuple[int, ...]  # registers of A, none if A is in shared memory
     read_c: Callable[[Machine, Ints], npt.NDArray[np.uint32]]
     write_d: Callable[[Machine, npt.NDArray[np.uint32], Lanes], None]
     a: Shared | Callable[[Machine, Ints], npt.NDArray[np.uint32]]
@@ -115,10 +115,10 @@ class Product:
     form: WarpgroupProduct
     first_warp: int  # of the warpgroup, numbered through the batch
     number: int  # of the group of products that it is committed with
-    a: Ints | None  # where A lies in shared memory, None for registers
+    a: Ints | None  # place of A in shared memory, None for registers
     b: Ints
-    counts: bool  # whether D starts from what the accumulators hold
-    granules: list[Ints]  # what it reads of shared memory, operand by operand
+    counts: bool  # whether D adds to the accumulators
+    granules: list[Ints]  # places in shared memory that it reads, operand by operand
 
     def compute(self, machine: Machine, lanes: Lanes) -> None:
         """Compute D."""
@@ -126,7 +126,7 @@ class Product:
         if isinstance(form.a, Shared) and self.a is not None:
             a = form.a.values(machine, self.a)
         elif isinstance(form.a, Shared):
-            raise TypeError("A lies in shared memory, and nobody said where")
+            raise TypeError("A is in shared memory at an unknown place")
         else:
             registers = form.a(machine, warps)
             a = form.product.rows_of_registers(registers.reshape(1, GROUP * WARP, -1))
@@ -146,7 +146,7 @@ class _Form:
         self._others: dict[int, frozenset[int]] = {}
 
     def conflicts(self, before: _Form) -> frozenset[int]:
-        """Return the registers that an earlier product used in a way that asks for a check.
+        """Return the registers whose use by an earlier product requires a check.
 
         There is none if both read them, or if both accumulate in them and have one shape.
         """
@@ -188,11 +188,11 @@ class Warpgroups:
         self._fenced[lanes.warps] = self._machine.clocks.now
 
     def commit(self, lanes: Lanes) -> None:
-        """Close the open group of each warpgroup."""
+        """Close each warpgroup's open group of products."""
         self._committed[self._first_warps(lanes)] += 1
 
     def touch(self, used: tuple[int, ...], changed: tuple[int, ...], lanes: Lanes) -> None:
-        """Report a register that a product holds; note which are read and which are changed."""
+        """Report a register that a product holds; record which registers are read and changed."""
         machine, rows = self._machine, self._machine.program.held
         for index in used if self._under_way else ():
             if (bad := lanes.mask & (self._held[rows[index]] > 0)).any():
@@ -271,7 +271,7 @@ class Warpgroups:
     def _check_last_use(
         self, form: _Form, before: _Form, row: int, own: Ints, fenced: Ints
     ) -> None:
-        """Report a register that the product uses in another way than the one before."""
+        """Report a register that the product uses differently from the product before."""
         machine, index = self._machine, form.registers[row]
         accumulates = index in form.product.accumulators
         accumulated = index in before.product.accumulators
@@ -294,7 +294,7 @@ class Warpgroups:
         return self._machine.program.kernel.registers[index].name
 
     def wait(self, lanes: Lanes, pending: int) -> None:
-        """Let all but the last `pending` groups of each warpgroup happen."""
+        """Compute all but the last `pending` groups of each warpgroup."""
         machine = self._machine
         warps, left = set(self._first_warps(lanes).tolist()), []
         for product in self._under_way:
@@ -307,7 +307,7 @@ class Warpgroups:
             mask[own] = True
             product.compute(machine, lanes.where(mask))
             self._held[self._forms[product.form].rows, own] -= 1
-            # One lane speaks for each warp: all of them wait here.
+            # One lane represents each warp, because all of its lanes wait here.
             speakers = machine.lane[own][::WARP]
             for granules in product.granules:
                 machine.shared.shadow.give_back(granules, speakers, machine.clocks)
@@ -329,7 +329,7 @@ class Warpgroups:
 
 @instruction("wgmma")
 def warpgroup(inst: Instruction) -> Step | None:
-    """Everything that begins with ``wgmma``."""
+    """Build the instructions that begin with ``wgmma``."""
     kind = inst.modifiers[0]
     if inst.modifiers[1:3] != ("sync", "aligned"):
         return None
@@ -416,7 +416,7 @@ def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
 
 
 def watched(step: Step, held: Mapping[int, int]) -> Step:
-    """Return a step that minds the products which may hold its registers."""
+    """Return a step that first checks its registers against the products that may hold them."""
     inst = step.instruction
     if not held or inst.opcode == "wgmma":
         return step

@@ -28,7 +28,7 @@ OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
 
 @dataclass(frozen=True)
 class Takes:
-    """Which calls a form takes.
+    """The calls that a form supports.
 
     Parameters
     ----------

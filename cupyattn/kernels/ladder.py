@@ -236,10 +236,10 @@ _PV8 = FormTiles(
     block_mask=_PORTABLE_BLOCKS,
 )
 
-#: The forms of each rung. Default tiles do not spill, and in portable forms they fit in 99 KB.
-#: experiments/results/NOTES.md, "Tiles", compares the tiles of fa_tc and fa_int8 with the fastest.
-#: The tiles of the plain rungs were chosen for readability, not swept. A Hopper form has four warps
-#: that copy, and four more for every 64 query rows.
+#: The forms of each rung. Default tiles do not spill, and in portable forms they fit in 99 KB. The
+#: notebook (experiments/results/NOTES.md, "Tiles") compares the tiles of fa_tc and fa_int8 with
+#: the fastest. The tiles of the plain rungs were chosen for readability, not swept. A Hopper form
+#: has four warps that copy, and four more for every 64 query rows.
 _UNFUSED = {"portable": Form("attn_unfused.cu", FormTiles({256: Tiles(32, 32, 4)}))}
 _FA = {
     "portable": Form(

@@ -49,7 +49,7 @@ def check_shapes(
         raise ValueError(f"q and k must agree on head_dim, {got}")
     if k[3] != v[3]:
         raise UnsupportedError(
-            f"v with a head_dim of its own is not supported: pad the narrower of k and v, {got}"
+            f"v with another head_dim than k is not supported: pad the narrower of k and v, {got}"
         )
     if not 1 <= q[3] <= 256:
         raise UnsupportedError(f"head_dim must be 1 to 256, {got}")

@@ -55,9 +55,9 @@ MEASURED: Rows = (
 )  # fmt: skip
 
 #: fa_tc, and fa_int8 as the classes of `auto.QUANT` quantise:
-#: NVIDIA H100 80GB HBM3, revision 99c27a7de3;
-#: NVIDIA H100 80GB HBM3, revision ec6615b94d;
-#: NVIDIA H100 80GB HBM3, revision fb53d40436;
+#: NVIDIA H100 80GB HBM3, revision 99c27a7de3.
+#: NVIDIA H100 80GB HBM3, revision ec6615b94d.
+#: NVIDIA H100 80GB HBM3, revision fb53d40436.
 #: NVIDIA H200, revision 1164c3314c.
 RECORD_8_BIT = "experiments/results/peers_int8.json"
 MEASURED_8_BIT: Rows = (

@@ -92,9 +92,9 @@ FP8_LEAST_NORMAL = 2.0**-6
 
 @dataclass(frozen=True)
 class Foreign:
-    """The roundings of another library's kernel, as far as its documentation names them.
+    """The documented roundings of another library's kernel.
 
-    `cupyattn.testing.numerics` creates this record and says what it covers.
+    `cupyattn.testing.numerics` creates this record and describes its scope.
 
     Parameters
     ----------
@@ -240,7 +240,7 @@ class Numerics:
 
     @property
     def code_log2(self) -> float:
-        """R4. Largest exponent in log2 units: that of the largest code."""
+        """R4. Largest exponent in log2 units, which belongs to the largest code."""
         return math.log2(P_CODE_ONE[self.p_type]) if self.by_tile and not self.shifts else 0.0
 
     @property
@@ -297,7 +297,7 @@ def numerics(
     Raises
     ------
     ValueError
-        If family, form or dtype is not one of those above.
+        If family, form or dtype is none of the above.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How many lanes share a row that is normalised: this orders its sums, in kernel and mirror."""
+"""Number of lanes that share a normalised row, which orders its sums in kernel and mirror."""
 
 from __future__ import annotations
 

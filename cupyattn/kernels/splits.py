@@ -1,4 +1,4 @@
-"""How the keys of a call with few query rows are split: which slices, and when.
+"""Split the keys of a call with few query rows into slices.
 
 The slices depend only on the sizes of a call, so its result is the same on every run and on every
 device. Kernel (``kernels_cu/forms/split/``), mirror and bound take them from here.
@@ -65,7 +65,7 @@ class Splits:
 
     @property
     def meetings(self) -> int:
-        """How often the result of a slice is merged: first in its block, then between blocks.
+        """Number of merges of a slice's result: first in its block, then between blocks.
 
         Examples
         --------
@@ -91,7 +91,7 @@ class Splits:
         return -(-rows // (MERGE_TILES.num_warps // self.row_warps))
 
     def params(self, rows: int) -> dict[str, str | int]:
-        """Return what `cupyattn.plans.structs.SPLIT_PARAMS` packs, for the rows of a key head."""
+        """Return values for `cupyattn.plans.structs.SPLIT_PARAMS`, for the rows of a key head."""
         sizes: dict[str, str | int] = {
             "first_key": self.first, "end_key": self.end, "slice_keys": self.slice_keys,
             "parts": self.parts, "rows": rows, "row_warps": self.row_warps,

@@ -1,4 +1,4 @@
-"""How the blocks of a persistent kernel share tiles of one size.
+"""Distribute tiles of one size over the blocks of a persistent kernel.
 
 Blocks take whole tiles, wave by wave. If the last wave would leave blocks idle, its tiles are cut
 into pieces along the keys. The sizes of a call, including batch and heads, decide which rows come
@@ -23,7 +23,7 @@ MOST_STEPS = 2**30
 
 @dataclass(frozen=True)
 class Pieces:
-    """Which tiles are cut, and how.
+    """The tiles that are cut, and the cuts.
 
     Parameters
     ----------

@@ -121,7 +121,7 @@ class GemmTiles(_Sizes):
         if self.splits > 1 and self.tail_splits > 1:
             raise ValueError(
                 "tiles.splits and tiles.tail_splits cannot both be more than 1: all tiles are "
-                f"shared, or those of the last wave, got {self.splits} and {self.tail_splits}"
+                f"shared, or only the last wave's, got {self.splits} and {self.tail_splits}"
             )
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import shutil
@@ -118,15 +117,6 @@ def _max_clock_khz(device: Any) -> float:
     return 1e3 * float(watched.get("sm_clock_max_mhz", 0.0))
 
 
-_NVIDIA_SMI = {
-    "sm_clock_mhz": "clocks.sm",
-    "sm_clock_max_mhz": "clocks.max.sm",
-    "memory_clock_mhz": "clocks.mem",
-    "power_w": "power.draw",
-    "temperature_c": "temperature.gpu",
-}
-
-
 def clocks(pci_bus_id: str | None = None) -> dict[str, float]:
     """Return current clocks, power and temperature of a device; empty if they cannot be read.
 
@@ -140,39 +130,16 @@ def clocks(pci_bus_id: str | None = None) -> dict[str, float]:
 
         pci_bus_id = cupy.cuda.Device().pci_bus_id
     with nvml.monitor(pci_bus_id) as monitor:
-        if monitor is not None:
-            try:
-                return {
-                    "sm_clock_mhz": monitor.clock_mhz(nvml.CLOCK_SM),
-                    "sm_clock_max_mhz": monitor.max_clock_mhz(nvml.CLOCK_SM),
-                    "memory_clock_mhz": monitor.clock_mhz(nvml.CLOCK_MEMORY),
-                    "power_w": monitor.power_w(),
-                    "temperature_c": monitor.temperature_c(),
-                }
-            except nvml.NvmlError:
-                return {}
-    return _nvidia_smi(pci_bus_id)
-
-
-def _nvidia_smi(pci_bus_id: str) -> dict[str, float]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
-    query = ",".join(_NVIDIA_SMI.values())
-    command = [
-        "nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={pci_bus_id}",
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    values = done.stdout.strip().split(",")
-    if done.returncode or len(values) != len(_NVIDIA_SMI):
-        return {}
-    watched = {}
-    for name, value in zip(_NVIDIA_SMI, values, strict=True):
-        with contextlib.suppress(ValueError):  # "[N/A]" where a virtual machine hides it
-            watched[name] = float(value)
-    return watched
+        try:
+            return {} if monitor is None else {
+                "sm_clock_mhz": monitor.clock_mhz(nvml.CLOCK_SM),
+                "sm_clock_max_mhz": monitor.max_clock_mhz(nvml.CLOCK_SM),
+                "memory_clock_mhz": monitor.clock_mhz(nvml.CLOCK_MEMORY),
+                "power_w": monitor.power_w(),
+                "temperature_c": monitor.temperature_c(),
+            }  # fmt: skip
+        except nvml.NvmlError:
+            return {}
 
 
 def environment() -> dict[str, Any]:

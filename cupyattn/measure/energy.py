@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cupyattn.measure.nvml import Monitor, NvmlError
 
-#: Between two looks at the counter, which is renewed every 0.1 s.
+#: Seconds between two readings of the counter, which changes every 0.1 s.
 LOOK_SECONDS = 0.02
 #: Time in seconds after which an unchanged counter is considered absent.
 PATIENCE_SECONDS = 2.0
@@ -24,7 +24,7 @@ class Window:
     joules : float
         Idle power included.
     seconds : float
-        Of wall clock.
+        Wall-clock seconds.
     calls : int
         That it did.
     """

@@ -7,11 +7,11 @@ are named.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cupyattn.measure.records import own_names
+from cupyattn.measure.records import is_number, named_objects
 
 #: Keys that name a judged part, in addition to `cupyattn.measure.records.IDENTITY`.
 _ALSO = ("distribution", "dtype", "shape", "form")
@@ -54,37 +54,19 @@ def judged(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """
     found: dict[str, dict[str, float]] = {}
     numbers: dict[str, int] = {}
-    for names, errors in _judged(record, ()):
-        name = ", ".join(names)
-        numbers[name] = numbers.get(name, 0) + 1
-        found[name if numbers[name] == 1 else f"{name} #{numbers[name]}"] = errors
+    for names, node in named_objects(record, _ALSO):
+        if errors := _errors(node.get("judgement")):
+            name = ", ".join(names)
+            numbers[name] = numbers.get(name, 0) + 1
+            found[name if numbers[name] == 1 else f"{name} #{numbers[name]}"] = errors
     return found
 
 
-def _judged(
-    node: Any, above: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
-    if isinstance(node, list):
-        for item in node:
-            yield from _judged(item, above)
-    if not isinstance(node, dict):
-        return
-    also = (node.get(key) for key in _ALSO)
-    names = (*above, *own_names(node), *(text for text in also if isinstance(text, str) and text))
-    judgement = node.get("judgement")
-    if isinstance(judgement, dict):
-        errors = {key: judgement[key] for key in MEASURES if _is_error(judgement.get(key))}
-        if errors:
-            yield names, errors
-    for key, item in node.items():
-        if key not in ("environment", "clocks", "judgement") and isinstance(item, (dict, list)):
-            yield from _judged(item, names)
-
-
-def _is_error(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-    )
+def _errors(judgement: Any) -> dict[str, float]:
+    if not isinstance(judgement, dict):
+        return {}
+    found = {key: judgement[key] for key in MEASURES if is_number(judgement.get(key))}
+    return {key: value for key, value in found.items() if 0 <= value < math.inf}
 
 
 def compare(

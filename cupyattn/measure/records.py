@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from cupyattn.files import open_regular
 from cupyattn.measure import timing
@@ -150,7 +150,7 @@ def cells(record: Mapping[str, Any]) -> dict[str, Cell]:
     """
     found: dict[str, Cell] = {}
     numbers: dict[str, int] = {}
-    for cell in _cells(record, ()):
+    for cell in _cells(record):
         named, number = cell, numbers.get(cell.name, 1)
         while named.name in found:
             number += 1
@@ -161,29 +161,40 @@ def cells(record: Mapping[str, Any]) -> dict[str, Cell]:
     return found
 
 
-def _cells(node: Any, above: tuple[str, ...]) -> Iterator[Cell]:
+def _cells(record: Any) -> Iterator[Cell]:
+    for names, node in named_objects(record):
+        judgement = node.get("judgement")
+        judgement = judgement if isinstance(judgement, dict) else None
+        samples, seconds = node.get("samples"), node.get("seconds")
+        if isinstance(samples, dict):
+            for name, some in samples.items():
+                if _is_samples(some):
+                    yield _timed((*names, name), some, None)
+        elif isinstance(samples, list) and _is_samples(samples):
+            yield _timed(names, samples, judgement)
+        elif is_number(seconds):
+            estimate = _estimate(names, seconds, node.get("seconds_interval"))
+            yield Cell(names, estimate, (), judgement)
+
+
+def named_objects(
+    node: Any, also: Sequence[str] = (), above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the objects of a record, each with its names behind the names of its parents.
+
+    `also` are keys whose text is a name, beside `own_names`.
+    """
     if isinstance(node, list):
         for item in node:
-            yield from _cells(item, above)
-    if not isinstance(node, dict):
-        return
-    names = above + tuple(own_names(node))
-    judgement = node.get("judgement")
-    judgement = judgement if isinstance(judgement, dict) else None
-    samples, seconds = node.get("samples"), node.get("seconds")
-    if isinstance(samples, dict):
-        for name, some in samples.items():
-            if _is_samples(some):
-                yield _timed((*names, name), some, None)
-    elif isinstance(samples, list) and _is_samples(samples):
-        yield _timed(names, samples, judgement)
-    elif isinstance(seconds, (int, float)) and not isinstance(seconds, bool):
-        yield Cell(names, _estimate(names, seconds, node.get("seconds_interval")), (), judgement)
-    for name, item in node.items():
-        if name not in ("samples", "environment", "clocks", "judgement") and isinstance(
-            item, (dict, list)
-        ):
-            yield from _cells(item, names)
+            yield from named_objects(item, also, above)
+    elif isinstance(node, dict):
+        further = (node.get(key) for key in also)
+        own = (*own_names(node), *(x for x in further if isinstance(x, str) and x))
+        names = (*above, *own)
+        yield names, node
+        for key, item in node.items():
+            if key not in ("samples", "environment", "clocks", "judgement"):
+                yield from named_objects(item, also, names)
 
 
 def own_names(node: Mapping[str, Any]) -> Iterator[str]:
@@ -222,8 +233,13 @@ def _is_pair(value: Any) -> bool:
     return (
         isinstance(value, (list, tuple))
         and len(value) == 2
-        and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in value)
+        and all(map(is_number, value))
     )
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a record is a number, which True and False are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _timed(names: tuple[str, ...], samples: list[float], judgement: Any) -> Cell:

@@ -1,4 +1,4 @@
-"""How calls are timed on a device: interleaved rounds, cold inputs, medians with their spread.
+"""Time calls on a device: interleaved rounds, cold inputs, medians with their spread.
 
 Clocks drift while a device warms up, so calls that are compared take turns, round after round, and
 are compared round by round. Inputs rotate through more memory than the L2 cache holds, so that no

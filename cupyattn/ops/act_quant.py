@@ -101,7 +101,7 @@ def act_quant_except(
     Returns
     -------
     codes, scales : array
-        Of x with 0 in these columns.
+        Codes and scales of x with 0 in these columns.
     kept : array, (..., outliers rounded up to `KEPT_PAD`), dtype
         The columns, and zeros.
     """

@@ -445,7 +445,7 @@ def _in_c_order(x: Any) -> Any:
 
 
 BACKWARD = _Backward()
-#: Further arrays of a backward pass, by buffer; those in the layout of lse may be absent.
+#: Further arrays of a backward pass, by buffer; arrays in the layout of lse may be absent.
 _RECEIVED = ("d_out", "o", "lse", "d_lse", *GIVEN_SUMS)
 
 

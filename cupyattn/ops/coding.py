@@ -1,4 +1,4 @@
-"""How Q, K and V become codes, settled from descriptions, for `quantize` and `quantize_at`."""
+"""Settle the quantisation of Q, K and V from descriptions, for `quantize` and `quantize_at`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cupyattn.quant.static_scales import described_scales
 
 @dataclass(frozen=True)
 class Coding:
-    """How operands become codes, settled.
+    """Settled quantisation of operands.
 
     Parameters
     ----------

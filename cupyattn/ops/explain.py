@@ -16,7 +16,7 @@ from cupyattn.problem.settings import CallOptions, Unpack, takes_options
 @explains_foreign_arguments
 @takes_options
 def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]) -> str:
-    """Say what `attention` would do with the same arguments, without doing it.
+    """Describe the call of `attention` with the same arguments, without running it.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
     >>> import numpy as np
     >>> q = np.ones((1, 1, 4, 8), np.float16)
     >>> print(explain(q, q, q).splitlines()[0])
-    fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: it runs on no device
+    fa_tc: the fastest rung of accuracy class 'full' for float16, by rule: no times without a device
     """
     problem = resolved(q, k, v, function="explain", **options)
     where = {
@@ -144,7 +144,7 @@ def kernel_form(
 
 @explains_foreign_arguments
 def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> str:
-    """Say what `attention_backward` would do with the same arguments, without doing it.
+    """Describe the call of `attention_backward` with the same arguments, without running it.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         )
     else:
         in_turns = any(work.name == "turns" for work in plan.workspace)
-        how = "blocks of keys take turns at dQ" if in_turns else "a kernel of its own makes dQ"
+        how = "blocks of keys take turns at dQ" if in_turns else "a separate kernel makes dQ"
         reason = "past head_dim 128 Hopper has no other form"
         if deterministic:
             reason = "asked for"

@@ -17,7 +17,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.operation import Operation, run
-from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.plans.records import Work
 from cupyattn.problem.gemm_form import (
     COPIED,
@@ -211,14 +211,11 @@ class _Gemm(Operation):
         c = Operand.contiguous(size, itemsize)
         if "c" in problem.received:
             c = problem.received["c"].place
-        beside = None
-        if "a_16" in of:
-            dtype = operands["a_16"].dtype.name
-            beside = OutlierOperands(of.pop("a_16"), of.pop("b_16"), dtype)
+        types = (operands[n].dtype.name if n in operands else "" for n in ("bias", "a_16"))
+        bias, outliers = types
         plan = plan_gemm(
-            kernel, ProductOperands(**of, c=c), settings.out_dtype,
-            bias=operands["bias"].dtype.name if "bias" in operands else "",
-            activation=settings.activation, outliers=beside,
+            kernel, ProductOperands(**of, c=c), settings.out_dtype, bias=bias,
+            activation=settings.activation, outliers=outliers,
         )  # fmt: skip
         return Work.of(plan)
 

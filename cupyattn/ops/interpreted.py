@@ -45,7 +45,7 @@ def attention(
     o, lse : numpy.ndarray
         As `cupyattn.attention` returns them.
     profile : Profile
-        Of all the kernels that ran.
+        Profile of all kernels that ran.
 
     Raises
     ------

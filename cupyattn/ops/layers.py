@@ -29,7 +29,8 @@ _CODES = {"codes": "a", "scales": "a_scales"}
 class LayersSettings(NamedTuple):
     """Settings of several layers: the activation of each, and arguments of `int8_gemm`.
 
-    `before` is what happens to rows before they are quantised; its backend is that of the layers.
+    `before` describes the operations on rows before they are quantised; its backend is the layers'
+    backend.
     """
 
     out_dtype: str
@@ -169,7 +170,7 @@ def interpret_layer(
     codes, scales : numpy.ndarray
         As for `cupyattn.Int8Linear`.
     settings : LayersSettings
-        Of one layer. Without `arch`, the first architecture on which launches overlap.
+        Settings of one layer. Without `arch`, the first architecture on which launches overlap.
     out, **operands
         As for `cupyattn.int8_gemm`.
 

@@ -25,7 +25,7 @@ from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, strategy_of_weight
+from cupyattn.quant.blocks import BLOCK_SIZE, by_column, check_codes, strategy_of_weight
 from cupyattn.quant.rotation import arranged, check_rotation, rotated
 from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.gemm import by_row
@@ -307,8 +307,8 @@ class Int8Linear:
         size_x, size_w = abs(as_float64(rows)), abs(as_float64(weight))
         step_x, step_w = as_float64(scales), as_float64(scales_of_w)  # (rows, 1), by channel
         if self.strategy == "block":
-            step_x = _spread(scales, size_x.shape, across=False)
-            step_w = _spread(scales_of_w, size_w.shape, across=True)
+            step_x, step_w = (by_column(x, BLOCK_SIZE, size_x.shape[1]) for x in (step_x, step_w))
+            step_w = step_w.repeat(BLOCK_SIZE, axis=0)[: len(size_w)]
         if self.rotate is None:
             error_x, error_w = rounding_to_codes(size_x, step_x), rounding_to_codes(size_w, step_w)
         else:
@@ -341,7 +341,7 @@ class Int8Linear:
         return as_given(xp.asarray(up))
 
 
-#: What a rotated layer does to its rows before they are quantised.
+#: The step of a rotated layer before its rows are quantised.
 _ROTATION = RowSteps(None, "", "hadamard", EPS, "channel")
 
 
@@ -430,7 +430,7 @@ def quantised_product(
 # ---- checks of shapes and types -----------------------------------------------------------------
 
 
-#: How a layer of a weight is made, for the message of `check_given`.
+#: The call that makes a layer of a weight, for the message of `check_given`.
 FROM_WEIGHT = "from_weight(weight) makes them of an array (out, in)"
 
 
@@ -475,7 +475,7 @@ def check_bias(bias: Any, codes: Any) -> None:
 def strategy_of_layer(
     shape: tuple[int, ...], scales_shape: tuple[int, ...], rotate: str | None
 ) -> str:
-    """Return what shares a scale. A single block counts as a channel if it may be rotated."""
+    """Return the strategy of a layer. A single block counts as a channel if it may be rotated."""
     by_row = rotate is not None and tuple(scales_shape) == (shape[0], 1)
     return "channel" if by_row else strategy_of_weight(shape, scales_shape)
 
@@ -578,9 +578,3 @@ def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:
 def _on_host(*arrays: Array | None) -> Iterator[Any]:
     """Return NumPy arrays of the same numbers; None stays None."""
     return (None if x is None else on_host(x) for x in arrays)
-
-
-def _spread(scales: Array, shape: tuple[int, ...], *, across: bool) -> Float64:
-    """Return the scale of every element; across: blocks span rows, too."""
-    spread = as_float64(scales).repeat(BLOCK_SIZE, axis=1)[:, : shape[1]]
-    return np.asarray(spread.repeat(BLOCK_SIZE, axis=0)[: shape[0]] if across else spread)

@@ -42,8 +42,8 @@ def norm_quant(
 ) -> tuple[Array, Array]:
     """Normalise, modulate, activate and rotate rows, and quantise them, in one read of x.
 
-    It does in one launch what a diffusion transformer does in front of a product, and rounds
-    nothing to 16 bits in between.
+    One launch does the work of a diffusion transformer before a product, and rounds nothing to 16
+    bits in between.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def norm_quant(
         Divide each row by its standard deviation, its mean subtracted before; by its root mean
         square; or by nothing.
     weight, bias : array, (channels,), optional
-        Of the norm; of any type that x may have, both of one.
+        Weight and bias of the norm; both of one type, any that x may have.
     scale, shift : array, (groups, channels), (channels,), (batch, 1, channels) or as x, optional
         Modulation ``y (1 + scale) + shift``. Both have the same type, any that x may have. Each
         group of consecutive rows shares a row of both: groups must divide the rows.
@@ -173,7 +173,7 @@ _PAIRS = VECTORS[:2], VECTORS[2:]
 
 
 def checked_steps(settings: NormQuantSettings, arrays: Mapping[str, Described]) -> RowSteps:
-    """Return what happens to a row; raise the errors of `norm_quant` for a call."""
+    """Return the operations on a row; raise the errors of `norm_quant` for a call."""
     x = arrays["x"]
     check_values("x", x, least_axes=1)
     steps = _steps_of(settings, x, arrays.keys() - {"x"})
@@ -182,7 +182,7 @@ def checked_steps(settings: NormQuantSettings, arrays: Mapping[str, Described]) 
 
 
 def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> RowSteps:
-    """Return what happens to a row; raise for options that mean nothing."""
+    """Return the operations on a row; raise for options without effect."""
     for name, allowed in (("norm", NORMS), ("rotate", ROTATIONS)):
         if getattr(settings, name) not in allowed:
             names = " or ".join(map(repr, allowed))

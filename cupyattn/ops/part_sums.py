@@ -38,7 +38,7 @@ def run_part_sums(settings: Settings, arrays: Mapping[str, Any]) -> tuple[Any, A
     Parameters
     ----------
     settings : Settings
-        Of the gradients, with layout BHSD.
+        Settings of the gradients, with layout BHSD.
     arrays : mapping
         q, k, lse and the arrays of scores and sequences, as for `run_backward`.
 

@@ -22,7 +22,7 @@ _REPLACED = ("mask", "bias", *SEQUENCES, *LENGTHS)
 
 
 class Prepared:
-    """One call of `cupyattn.attention`, ready to run: what `cupyattn.plan` returns.
+    """One call of `cupyattn.attention`, ready to run: the result of `cupyattn.plan`.
 
     Call it with arrays of the form that it was planned for: same shapes, strides, dtypes and
     addresses modulo 16. If the same addresses repeat, its launches become one launch of a CUDA

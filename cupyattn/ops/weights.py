@@ -122,7 +122,7 @@ def weight_dequant(
     Returns
     -------
     array, as codes, out_dtype
-        Of the kind of codes.
+        An array of the codes' kind.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""Which kernels a call launches, with which parameters: pure data."""
+"""Plans of calls: the kernels to launch, and their parameters, as pure data."""

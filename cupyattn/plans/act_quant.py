@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX
@@ -59,7 +59,7 @@ def plan_act_quant(x: Operand, dtype: str, outliers: int = 0, kept: str = "") ->
         For more blocks of channels than 32 bits count.
     """
     rows, channels = x.shape
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    vec = widest(x)
     features = GemmFeatures(dtype, 1, vec, outliers=kept)
     if rows * channels == 0:
         return OneLaunch(features=features)
@@ -74,8 +74,7 @@ def plan_act_quant(x: Operand, dtype: str, outliers: int = 0, kept: str = "") ->
         "channels": channels, "outliers": outliers, "kept_stride": padded(outliers),
     }  # fmt: skip
     tiles = GemmTiles(block_m=1, block_n=BLOCK_SIZE, num_warps=_NUM_WARPS, num_stages=1)
-    defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec("linear/act_quant.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of("linear/act_quant.cu", tiles.defines(), features.defines())
     grid = -(-groups // (passes * _NUM_WARPS * 32 // lanes))
     structs = ((ACT_QUANT_PARAMS, params),)
     launch = Launch(spec, "act_quant", grid, _NUM_WARPS * 32, False, structs)

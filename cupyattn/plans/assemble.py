@@ -1,5 +1,4 @@
-"""From a checked call to a `cupyattn.plans.records.Plan`. The only file that casts scalars for a
-kernel."""
+"""Make a plan of a checked call. Only this file casts scalars for kernels."""
 
 from __future__ import annotations
 
@@ -127,8 +126,7 @@ def clear_padding(
     features = Features(
         call.dtype, call.head_dim, lse=call.return_lse, vec=widest(o), padded=True
     )  # one module for all rungs
-    defines = {**_CLEARED.defines(), **features.defines()}
-    spec = ModuleSpec("prepare/clear_padding.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of("prepare/clear_padding.cu", _CLEARED.defines(), features.defines())
     blocks = -(-call.len_q // _CLEARED.block_q)
     grid = check_grid("clearing the padding", blocks, call.batch, call.heads)
     structs = ((ATTN_PARAMS, params),)

@@ -60,7 +60,7 @@ def plan_attention(kernel: Kernel, operands: Operands) -> Plan:
     variant.check_dtype(call.dtype)
     if call.qk_norm or (call.rope and not variant.turns_on_load):
         raise UnsupportedError(
-            f"{variant.name} takes operands that are turned already: run plan_rotation on q and k"
+            f"{variant.name} takes operands that are turned already: run plan_preparation first"
         )
     features = kernel_features(kernel, operands)
     spec = module_spec(variant, features, tiles, form)

@@ -1,4 +1,4 @@
-"""Which launches of kernels_cu/backward/ make the gradients of a call: pure data."""
+"""Plan the launches of kernels_cu/backward/ for the gradients of a call: pure data."""
 
 from __future__ import annotations
 
@@ -158,9 +158,10 @@ def plan_backward(
     keys_tiles, queries_tiles = kernel.keys_tiles, kernel.queries_tiles
     keys = queries = sums = kernels
     if kernel.on_hopper:
+        block_keys = keys_tiles.block_kv // (2 if kernel.paired else 1)
         boxes_of = {
-            "q": (at.q, keys_tiles.block_q), "k": (at.k, keys_tiles.block_kv),
-            "v": (at.v, keys_tiles.block_kv), "d_out": (at.d_out, keys_tiles.block_q),
+            "q": (at.q, keys_tiles.block_q), "k": (at.k, block_keys),
+            "v": (at.v, block_keys), "d_out": (at.d_out, keys_tiles.block_q),
         }  # fmt: skip
         if at.mask is not None:
             packed = [plan_transposed_mask(call, at.mask, keys_tiles)]
@@ -176,7 +177,10 @@ def plan_backward(
         boxes = -(-call.head_dim // SUM_COLUMNS)
         sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
     key_blocks = -(-call.len_kv // keys_tiles.block_kv)
-    launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, dq=dq_of_keys)
+    if kernel.paired:
+        launches += keys.launch("keys_pair", keys_tiles, 2 * key_blocks, heads_kv, dq=dq_of_keys)
+    else:
+        launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, dq=dq_of_keys)
     if dq_of_keys == NO_DQ:
         row_tiles = -(-call.len_q // queries_tiles.block_q)
         launches += queries.launch("queries", queries_tiles, row_tiles, heads)
@@ -289,14 +293,14 @@ class _Kernels:
 
         `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for kernels with ``CFG_DQ``.
         """
-        shared = name in ("keys", "queries", "bias")
-        wide = shared and bool(self.folder) and self.features.head_dim > SUMMED
+        shared = name in ("keys", "keys_pair", "queries", "bias")
+        wide = name in ("keys", "queries") and bool(self.folder) and self.features.head_dim > SUMMED
         entry = f"backward_{name}_wide" if wide else f"backward_{name}"
         grid = check_grid(entry, *counts)
-        defines: dict[str, Any] = {**tiles.defines(), **self.features.defines()}
+        own = dict(self.options)
         if dq is not None:
-            defines["CFG_DQ"] = dq
-        defines |= self.options
-        spec = ModuleSpec(f"backward/{self.folder}{entry}.cu", tuple(sorted(defines.items())))
+            own["CFG_DQ"] = dq
+        source = f"backward/{self.folder}{entry}.cu"
+        spec = ModuleSpec.of(source, tiles.defines(), self.features.defines(), own)
         one = Launch(spec, entry, grid, tiles.num_threads, shared, self.structs)
         return (one,) if grid else ()

@@ -11,7 +11,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.prepare_rows import Prepares, plan_preparation, plan_rotation, prepares_of
+from cupyattn.plans.prepare_rows import Prepares, plan_preparation, prepares_of
 from cupyattn.plans.records import Launch, Plan, Stage, Work, Workspace
 from cupyattn.plans.stages import packed_lengths
 from cupyattn.plans.structs import NORM_GRADIENT_PARAMS, WEIGHT_SUM_PARAMS
@@ -51,7 +51,7 @@ def prepared_stages(forward: AttentionProblem, plan: Plan, weight_dtypes: tuple[
         else:
             own = Operand.contiguous(x.shape, x.itemsize)
             names = {"x": f"d{turned}", "turned": f"d{name}"}
-            way = plan_rotation(own, call.dtype, how.rope, how.position, packed)
+            way = plan_preparation(own, call.dtype, how, packed)
         back.append(Stage(way, {**names, "rope_sin": SIN_BACK, **ends}))
         between += [Workspace(one, x.shape, call.dtype) for one in (turned, f"d{turned}")]
     names = {one: f"{one}_turned" for one in ("q", "k", "dq", "dk")}
@@ -68,7 +68,7 @@ def plan_norm_gradient(
     Parameters
     ----------
     x, dtype, packed
-        As for `cupyattn.plans.prepare_rows.plan_rotation`.
+        As for `cupyattn.plans.prepare_rows.plan_preparation`.
     how : Prepares
     weight_dtype : str
         Type of the weights.
@@ -112,6 +112,5 @@ def plan_norm_gradient(
 def _launch(
     name: str, tiles: Tiles, features: Features, grid: int, params: tuple[Any, Any]
 ) -> Launch:
-    defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec(f"backward/{name}.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of(f"backward/{name}.cu", tiles.defines(), features.defines())
     return Launch(spec, name, grid, tiles.num_threads, False, (params,))

@@ -1,4 +1,4 @@
-"""How a kernel reads codes: the structs of their scales and zero points, and their fields."""
+"""Structs and fields by which a kernel reads codes, their scales and zero points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which launch multiplies INT8 codes: pure data, made of the kernel that was settled."""
+"""Plan the launch that multiplies INT8 codes: pure data, from the settled kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES, without_defaults
@@ -142,7 +142,8 @@ class ProductOperands:
     """Layouts of codes, scales and result, which are the buffers of these names in a plan.
 
     All have two axes, the last one contiguous, except `bias` (n,). `residual` (m, n) and `gate`
-    (groups of rows, n) have the type of c; the gate may also be float32.
+    (groups of rows, n) have the type of c; the gate may also be float32. `a_16` and `b_16` are the
+    columns in 16 bits that are multiplied in addition to the codes.
     """
 
     a: Operand
@@ -153,28 +154,13 @@ class ProductOperands:
     residual: Operand | None = None
     gate: Operand | None = None
     bias: Operand | None = None
+    a_16: Operand | None = None
+    b_16: Operand | None = None
 
     @property
     def strategy(self) -> str:
         """The groups that share a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
         return strategy_of(self.a, self.a_scales, self.b, self.b_scales)
-
-
-@dataclass(frozen=True)
-class OutlierOperands:
-    """Layouts of the columns in 16 bits that are multiplied in addition to the codes.
-
-    Parameters
-    ----------
-    a_16, b_16 : Operand
-        The buffers of these names.
-    dtype : {"float16", "bfloat16"}
-        Their storage type.
-    """
-
-    a_16: Operand
-    b_16: Operand
-    dtype: str
 
 
 @functools.lru_cache(maxsize=1024)
@@ -185,7 +171,7 @@ def plan_gemm(
     *,
     bias: str = "",
     activation: str = "",
-    outliers: OutlierOperands | None = None,
+    outliers: str = "",
     blocks: int | None = None,
 ) -> GemmPlan:
     """Plan a product.
@@ -200,7 +186,8 @@ def plan_gemm(
         Storage type of the buffer ``"bias"``, contiguous; "" for none.
     activation : str
         "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
-    outliers : OutlierOperands, optional
+    outliers : {"", "float16", "bfloat16"}
+        Storage type of the buffers ``"a_16"`` and ``"b_16"``; "" for none.
     blocks : int, optional
         Number of Hopper blocks that a device runs at a time;
         `cupyattn.kernels.limits.HOPPER_BLOCKS` when omitted.
@@ -231,13 +218,12 @@ def plan_gemm(
     # too.
     if grid > INT32_MAX - HOPPER_BLOCKS:
         raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
-    defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec(kernel.source, tuple(sorted(defines.items())))
-    params = {**_params(at, features, outliers), "alone": alone}
+    spec = ModuleSpec.of(kernel.source, tiles.defines(), features.defines())
+    params = {**_params(at, features), "alone": alone}
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
-        maps = _maps(at, outliers, features, tiles)
+        maps = _maps(at, features, tiles)
         # Blocks without outliers do not read these maps, which must be valid nevertheless.
         structs += tuple(maps if outliers or kernel.strategy == "channel" else maps * 2)
         grid = min(grid, blocks_at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
@@ -250,15 +236,11 @@ def plan_gemm(
     return plan
 
 
-def _multiplied(
-    at: ProductOperands, outliers: OutlierOperands | None
-) -> dict[str, tuple[Operand, str]]:
+def _multiplied(at: ProductOperands, outliers: str) -> dict[str, tuple[Operand, str]]:
     """Return the matrices that are multiplied, and their storage types, by name."""
-    codes = {"a": (at.a, "int8"), "b": (at.b, "int8")}
-    if outliers is None:
-        return codes
-    of_16 = {"a_16": (outliers.a_16, outliers.dtype), "b_16": (outliers.b_16, outliers.dtype)}
-    return codes | of_16
+    given = {"a": (at.a, "int8"), "b": (at.b, "int8")}
+    of_16 = {"a_16": (at.a_16, outliers), "b_16": (at.b_16, outliers)}
+    return given | {name: (x, dtype) for name, (x, dtype) in of_16.items() if x is not None}
 
 
 def _features(
@@ -267,7 +249,7 @@ def _features(
     out_dtype: str,
     bias: str,
     activation: str,
-    outliers: OutlierOperands | None,
+    outliers: str,
 ) -> GemmFeatures:
     """Return the compile-time features, with the widest accesses that all operands allow."""
     n, halves = at.b.shape[0], 2 if activation in GLU else 1
@@ -279,7 +261,7 @@ def _features(
         _elements_per_access(at),
         bias,
         activation,
-        outliers.dtype if outliers else "",
+        outliers,
         at.residual is not None,
         gate or "",
         straddles,
@@ -287,9 +269,7 @@ def _features(
     )
 
 
-def _params(
-    at: ProductOperands, features: GemmFeatures, outliers: OutlierOperands | None
-) -> dict[str, Any]:
+def _params(at: ProductOperands, features: GemmFeatures) -> dict[str, Any]:
     """Return the fields of GEMM_PARAMS, except the number of tiles that have one block each."""
     (m, k), n = at.a.shape, at.b.shape[0]
     params: dict[str, Any] = {
@@ -302,11 +282,10 @@ def _params(
         "residual": None, "residual_stride": 0, "gate": None, "gate_stride": 0, "gate_rows": m,
         "m": m, "n": n // 2 if features.activation in GLU else n, "k": k,
     }  # fmt: skip
-    if outliers:
+    if at.a_16 and at.b_16:
         params |= {
-            "A_16": "a_16", "A_16_stride": row_bytes(outliers.a_16),
-            "B_16": "b_16", "B_16_stride": row_bytes(outliers.b_16),
-            "outliers": outliers.a_16.shape[1],
+            "A_16": "a_16", "A_16_stride": row_bytes(at.a_16),
+            "B_16": "b_16", "B_16_stride": row_bytes(at.b_16), "outliers": at.a_16.shape[1],
         }  # fmt: skip
     if at.residual:
         params |= {"residual": "residual", "residual_stride": at.residual.row_strides[0]}
@@ -316,12 +295,7 @@ def _params(
     return params
 
 
-def _maps(
-    at: ProductOperands,
-    outliers: OutlierOperands | None,
-    features: GemmFeatures,
-    tiles: GemmTiles,
-) -> list[TensorMap]:
+def _maps(at: ProductOperands, features: GemmFeatures, tiles: GemmTiles) -> list[TensorMap]:
     """Describe the matrices that the copy engine reads."""
     halves = 2 if features.activation in GLU else 1
     rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
@@ -329,7 +303,7 @@ def _maps(
         _map_of_neighbours(name, dtype, x, tiles.block_n // halves)
         if features.neighbours and name[0] == "b"
         else _map_of(name, dtype, x, *rows[name[0]])
-        for name, (x, dtype) in _multiplied(at, outliers).items()
+        for name, (x, dtype) in _multiplied(at, features.outliers).items()
     ]
 
 
@@ -375,8 +349,8 @@ def _takes_neighbours(at: ProductOperands, columns: int, bias: str) -> bool:
 def _elements_per_access(at: ProductOperands) -> int:
     """Return how many elements of a row of C are stored at a time."""
     together = [x for x in (at.c, at.residual) if x is not None]
-    widths = [width for width in (1, 2, 4, 8) if all(x.allows(width) for x in together)]
-    return max(widths) if at.gate is None or at.gate.allows(2) else 1  # factors are read in pairs
+    # Factors are read in pairs.
+    return widest(*together) if at.gate is None or at.gate.allows(2) else 1
 
 
 def _bytes_per_access(x: Operand) -> int:

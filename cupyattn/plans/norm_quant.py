@@ -39,7 +39,7 @@ class NormQuantFeatures:
     vec : {1, 2, 4, 8}
         Elements per access to a row of x.
     channels, rotate : int
-        Of a row of codes, and of a group that is rotated; 0: none is.
+        Channels of a row of codes, and of a rotated group; 0 without rotation.
     norm : {None, "layer", "rms"}
     weight, modulation : {"", "float16", "bfloat16", "float32"}
         Storage types of weight and bias, and of scale and shift; "": there are none.
@@ -162,8 +162,8 @@ def plan_norm_quant(
     if steps is None:
         each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
         steps = -(-each // -(-each // _STEPS))
-    defines = {**tiles.defines(), **features.defines(), "CFG_BLOCKS_PER_SM": resident}
-    spec = ModuleSpec("linear/norm_quant.cu", tuple(sorted(defines.items())))
+    own = {"CFG_BLOCKS_PER_SM": resident}
+    spec = ModuleSpec.of("linear/norm_quant.cu", tiles.defines(), features.defines(), own)
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",

@@ -1,4 +1,4 @@
-"""Which launch of kernels_cu/prepare/rope.cu or normalise.cu prepares an operand: pure data."""
+"""Plan the launch of kernels_cu/prepare/rope.cu or normalise.cu for an operand: pure data."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
@@ -20,74 +18,6 @@ from cupyattn.problem.row_preparation import Preparation
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
-#: Names of the kernels' work, for messages.
-_DOES = {"rope": "turning", "normalise": "normalising"}
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_rotation(
-    x: Operand, dtype: str, pairs: str, position: int, packed: tuple[int, int] | None = None
-) -> Plan:
-    """Plan the rotary embedding of one operand, for the rungs that do not turn on load.
-
-    Parameters
-    ----------
-    x : Operand
-        Shape (batch, heads, length, head_dim), contiguous last axis; the buffer ``"x"``.
-    dtype : {"float16", "bfloat16", "float32"}
-        Its storage type.
-    pairs : {"half_split", "interleaved"}
-        Which channels make a pair.
-    position : int
-        Position of row 0.
-    packed : (int, int), optional
-        Number of packed sequences in x, which is then one batch entry, and their largest length.
-        The buffer ``"cu_seqlens"`` has their offsets. Positions start again in each sequence.
-
-    Returns
-    -------
-    Plan
-        Without launches where x is empty. It writes the buffer ``"turned"`` (x's shape and type,
-        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as
-        `cupyattn.problem.row_preparation.Rope` has them.
-
-    Raises
-    ------
-    UnsupportedError
-        If the grid would be too large.
-    """
-    own = {"cos": "rope_cos", "sin": "rope_sin", "position": position}
-    return _plan_pass("rope", ROPE_PARAMS, x, dtype, {"rope": pairs}, own, packed)
-
-
-def _plan_pass(
-    name: str,
-    struct: np.dtype[Any],
-    x: Operand,
-    dtype: str,
-    asked: dict[str, Any],
-    own: dict[str, Any],
-    packed: tuple[int, int] | None,
-) -> Plan:
-    """Plan the kernel of that name, whose struct has further fields beside the fields of the rows.
-
-    `asked` are its fields of `Features`.
-    """
-    _, heads, total, head_dim = x.shape
-    batch, length = (x.shape[0], total) if packed is None else packed
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
-    features = Features(dtype, head_dim, vec=vec, varlen=packed is not None, **asked)
-    if math.prod(x.shape) == 0:
-        return Plan(name, "portable", _TILES, features, ())
-    grid = check_grid(f"{_DOES[name]} {x.shape}", batch, heads, -(-length // _TILES.block_q))
-    defines = {**_TILES.defines(), **features.defines()}
-    spec = ModuleSpec(f"prepare/{name}.cu", tuple(sorted(defines.items())))
-    params = {
-        **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
-        "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
-    }  # fmt: skip
-    launch = Launch(spec, name, grid, _TILES.num_threads, False, ((struct, params),))
-    return Plan(name, "portable", _TILES, features, (launch,))
 
 
 @dataclass(frozen=True)
@@ -130,13 +60,55 @@ class Prepares:
         }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_preparation(
     x: Operand, dtype: str, how: Prepares, packed: tuple[int, int] | None = None
 ) -> Plan:
-    """Plan the pass that prepares one operand: `plan_normalising`, or `plan_rotation` alone."""
-    if how.vectors:
-        return plan_normalising(x, dtype, how, packed)
-    return plan_rotation(x, dtype, how.rope, how.position, packed)
+    """Plan the pass that prepares one operand before a kernel that does not prepare rows itself.
+
+    Parameters
+    ----------
+    x : Operand
+        Shape (batch, heads, length, head_dim), contiguous last axis; the buffer ``"x"``.
+    dtype : {"float16", "bfloat16", "float32"}
+        Its storage type.
+    how : Prepares
+    packed : (int, int), optional
+        Number of packed sequences in x, which is then one batch entry, and their largest length.
+        The buffer ``"cu_seqlens"`` has their offsets. Positions start again in each sequence.
+
+    Returns
+    -------
+    Plan
+        Without launches where x is empty. It writes the buffer ``"turned"`` (x's shape and type,
+        contiguous) by the tables ``"rope_cos"`` and ``"rope_sin"``, as
+        `cupyattn.problem.row_preparation.Rope` has them, and by the weights that `how` names.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    name, struct, does = ("normalise", NORM_PARAMS, "normalising") if how.vectors else (
+        "rope", ROPE_PARAMS, "turning"
+    )  # fmt: skip
+    _, heads, total, head_dim = x.shape
+    batch, length = (x.shape[0], total) if packed is None else packed
+    features = Features(
+        dtype, head_dim, vec=widest(x), varlen=packed is not None, **how.features
+    )
+    if math.prod(x.shape) == 0:
+        return Plan(name, "portable", _TILES, features, ())
+    grid = check_grid(f"{does} {x.shape}", batch, heads, -(-length // _TILES.block_q))
+    spec = ModuleSpec.of(f"prepare/{name}.cu", _TILES.defines(), features.defines())
+    fields = struct.names or ()
+    own = {name: value for name, value in how.params(head_dim).items() if name in fields}
+    params = {
+        **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
+        "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
+    }  # fmt: skip
+    launch = Launch(spec, name, grid, _TILES.num_threads, False, ((struct, params),))
+    return Plan(name, "portable", _TILES, features, (launch,))
 
 
 def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
@@ -150,30 +122,3 @@ def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
         normalising = (0, 0.0) if norm is None else (norm.vectors[i], norm.eps)
         found[name] = Prepares(name, *turning, *normalising)
     return found
-
-
-@functools.lru_cache(maxsize=1024)
-def plan_normalising(
-    x: Operand, dtype: str, how: Prepares, packed: tuple[int, int] | None = None
-) -> Plan:
-    """Plan the RMS-normalisation of one operand, which is then turned where `how` says so.
-
-    Parameters
-    ----------
-    x, dtype, packed
-        As for `plan_rotation`.
-    how : Prepares
-
-    Returns
-    -------
-    Plan
-        Without launches where x is empty. It writes the buffer ``"turned"`` as `plan_rotation`
-        does, by its tables and the weights that `Prepares` names.
-
-    Raises
-    ------
-    UnsupportedError
-        If the grid would be too large.
-    """
-    own = how.params(x.shape[3])
-    return _plan_pass("normalise", NORM_PARAMS, x, dtype, how.features, own, packed)

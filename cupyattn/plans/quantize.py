@@ -1,4 +1,4 @@
-"""Which kernels quantise Q, K and V (quantize*.cu), with which blocks: pure data."""
+"""Plan the kernels and blocks that quantise Q, K and V (quantize*.cu): pure data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _AHEAD = 264
 
 @dataclass(frozen=True)
 class Part:
-    """How one operand is quantised.
+    """Quantisation of one operand.
 
     Parameters
     ----------
@@ -204,9 +204,10 @@ def plan_quantize(
 ) -> Plan:
     """Plan the quantisation of operands, all of them in the same launches.
 
-    One launch is enough: blocks whose codes depend on a mean, or on the range of a whole head, wait
-    for it. A second launch is needed if groups span blocks without being a head, if the whole array
-    has one scale, or if tiles have an unusual size. With a mean, these need a third launch.
+    One launch is enough: blocks whose codes depend on a mean, or on the range of a whole head,
+    wait for it. A second launch is needed if groups span blocks without being a head. It is also
+    needed if the whole array has one scale, or if tiles have an unusual size. With a mean, these
+    need a third launch.
 
     Parameters
     ----------
@@ -335,7 +336,7 @@ def _launch(
     what = " and ".join(str(one.part.x.shape) for one in now.values())
     grid = check_grid(f"quantising {what}", turns.grid)
     entry = "quantize" if makes_codes else "quantize_reduce"
-    spec = ModuleSpec(f"prepare/{entry}.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of(f"prepare/{entry}.cu", defines)
     struct = PREPARED_QUANTIZE_PARAMS if _preparing(now) else QUANTIZE_PARAMS
     structs = tuple(
         (struct, {**now[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"

@@ -1,4 +1,4 @@
-"""How thread blocks of the quantising kernels hold rows, and how many of them."""
+"""Rows in the thread blocks of the quantising kernels, and the number of blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.quant.quantizers import VALUES_PAD
 
 #: Warps of a block, and registers of a thread for rows, in the order in which they are tried. The
@@ -19,7 +19,7 @@ _PASS_REGISTERS = 4  # of a row, or more
 
 @dataclass(frozen=True)
 class Blocks:
-    """How thread blocks hold rows, the same in all launches of a plan.
+    """Rows in thread blocks, the same in all launches of a plan.
 
     `vec` elements are read at a time, `registers` of a thread hold rows. `pairs`: some rows are
     prepared, so a lane takes either half of the pairs of columns.
@@ -37,10 +37,7 @@ class Blocks:
         """Return the first of `_BLOCKS` that holds whole groups of rows, or the first of all."""
         (head_dim, itemsize), *_ = {(x.shape[3], x.itemsize) for x in operands}
         columns = head_dim // 2 if pairs else 0
-        vec = max(
-            width for width in (1, 2, 4, 8)
-            if columns % width == 0 and all(x.allows(width) for x in operands)
-        )  # fmt: skip
+        vec = math.gcd(widest(*operands), columns)
         first, *further = (cls(head_dim, itemsize, vec, pairs, *block) for block in _BLOCKS)
         return next((one for one in (first, *further) if one.holds(groups)), first)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
@@ -46,7 +46,7 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
         For more rows or channels than the kernel counts.
     """
     rows, channels = x.shape
-    vec = max(width for width in (1, 2, 4, 8) if x.allows(width))
+    vec = widest(x)
     features = GemmFeatures(dtype, 1, vec)
     if rows == 0:
         return OneLaunch(features=features)
@@ -62,8 +62,7 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
     held = min(-(-accesses // (32 * warps)), _MOST_HELD)
     rows_of_block = max(1, _WARPS // warps)
     tiles = GemmTiles(rows_of_block, held * 32 * warps * vec, rows_of_block * warps, num_stages=1)
-    defines = {**tiles.defines(), **features.defines()}
-    spec = ModuleSpec("linear/row_quant.cu", tuple(sorted(defines.items())))
+    spec = ModuleSpec.of("linear/row_quant.cu", tiles.defines(), features.defines())
     params: dict[str, Any] = {
         "X": buffer, "codes": "codes", "scales": "scales", "X_stride": x.row_strides[0],
         "rows": rows, "channels": channels,

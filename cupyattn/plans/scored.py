@@ -20,8 +20,8 @@ from cupyattn.plans.structs import ATTN_PARAMS, SCORE_PARAMS
 from cupyattn.problem.checks import AttentionSpec
 from cupyattn.problem.operands import Operands
 
-#: Threads of a block of ``pack_keys``, and query rows of a warp of ``pack_mask``, as
-#: ``prepare/pack_mask.cu`` has them.
+#: The passes, threads of a block of ``pack_keys``, and query rows of a warp of ``pack_mask``.
+_SOURCE = "prepare/pack_mask.cu"
 KEYS_THREADS, MASK_GROUP = 1024, 16
 WARP = 32
 
@@ -99,7 +99,7 @@ def plan_scores(
     )
     values |= packed
     structs = ((ATTN_PARAMS, params), (SCORE_PARAMS, values))
-    passes = _passes(features, tiles, spec.defines, structs, workspace)
+    passes = _passes(features, tiles, replace(spec, source=_SOURCE), structs, workspace)
     return ScorePlan(passes, (structs[1], bias_map), workspace)
 
 
@@ -112,7 +112,7 @@ def plan_transposed_mask(call: AttentionSpec, mask: Operand, tiles: Tiles) -> Sc
     mask : Operand
         The buffer ``"mask"``.
     tiles : Tiles
-        Of the kernel: keys of a block, and query rows of a step.
+        Tiles of the kernel: keys of a block, and query rows of a step.
 
     Returns
     -------
@@ -149,9 +149,9 @@ def plan_mask(call: AttentionSpec, mask: Operand, tiles: Tiles, prefix: str) -> 
     params = {
         "mask": "mask", "mask_stride": mask.strides, "len_q": call.len_q, "len_kv": call.len_kv
     }  # fmt: skip
-    defines = tuple(sorted({**tiles.defines(), **features.defines()}.items()))
+    module = ModuleSpec.of(_SOURCE, tiles.defines(), features.defines())
     structs = ((ATTN_PARAMS, params), (SCORE_PARAMS, packed | {"tile_steps": None}))
-    packing, _ = _passes(features, tiles, defines, structs, workspace)
+    packing, _ = _passes(features, tiles, module, structs, workspace)
     fields = {name: packed[name] for name in ("mask_bits", "mask_batch", "mask_head")}
     return ScorePlan((packing,), ({**fields, "row_tiles": packed["key_tiles"]},), workspace[:2])
 
@@ -198,12 +198,12 @@ def _packed_mask(
 def _passes(
     features: Features,
     tiles: Tiles,
-    defines: tuple[tuple[str, int], ...],
+    module: ModuleSpec,
     structs: tuple[Any, ...],
     workspace: tuple[Workspace, ...],
 ) -> tuple[Launch, ...]:
     """Plan the passes that pack a mask and list its steps."""
-    module, (bits, _, lists) = ModuleSpec("prepare/pack_mask.cu", defines), workspace
+    bits, _, lists = workspace
     listing = Launch(
         module, "list_steps", check_grid("listing", lists.shape[0]), WARP, False, structs
     )

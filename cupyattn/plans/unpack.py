@@ -45,14 +45,12 @@ def plan_unpack(x: Operand, head_dim: int) -> Plan:
     if math.prod(x.shape) == 0:
         return Plan("unpack", "portable", _TILES, features, ())
     grid = check_grid(f"unpacking {x.shape}", batch, heads, -(-length // _TILES.block_q))
-    defines = tuple(sorted({**_TILES.defines(), **features.defines()}.items()))
     by_batch, by_head, by_row = x.row_strides
     params: dict[str, Any] = {
         "X": "nibbles", "Y": "codes", "X_stride_batch": by_batch, "X_stride_head": by_head,
         "X_stride_len": by_row, "heads": heads, "length": length,
     }  # fmt: skip
-    launch = Launch(
-        ModuleSpec("prepare/unpack.cu", defines), "unpack", grid, _TILES.num_threads, False,
-        ((UNPACK_PARAMS, params),),
-    )  # fmt: skip
+    spec = ModuleSpec.of("prepare/unpack.cu", _TILES.defines(), features.defines())
+    structs = ((UNPACK_PARAMS, params),)
+    launch = Launch(spec, "unpack", grid, _TILES.num_threads, False, structs)
     return Plan("unpack", "portable", _TILES, features, (launch,))

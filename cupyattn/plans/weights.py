@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
@@ -47,11 +47,7 @@ def plan_weight_blocks(
         For more rows, columns or blocks than the kernel counts.
     """
     rows, columns = w.shape
-    vec = max(
-        width
-        for width in (1, 2, 4, 8)
-        if w.allows(width) and codes.allows(width) and block_size % width == 0
-    )
+    vec = math.gcd(widest(w, codes), block_size)
     features = GemmFeatures(dtype, 1, vec)
     grid = math.prod(scales.shape)
     if grid == 0:
@@ -69,9 +65,7 @@ def plan_weight_blocks(
     rows_at_a_time = -(-block_size // min(_ACCESSES, _NUMBERS // vec))
     num_warps = -(-rows_at_a_time * (block_size // vec) // 32)
     tiles = GemmTiles(block_m=block_size, block_n=block_size, num_warps=num_warps, num_stages=1)
-    spec = ModuleSpec(
-        "linear/weight_blocks.cu", tuple(sorted({**tiles.defines(), **features.defines()}.items()))
-    )
+    spec = ModuleSpec.of("linear/weight_blocks.cu", tiles.defines(), features.defines())
     structs = ((WEIGHT_PARAMS, params),)
     launch = Launch(spec, entry, grid, tiles.num_threads, False, structs)
     return OneLaunch(features=features, launches=(launch,))

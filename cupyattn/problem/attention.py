@@ -157,7 +157,7 @@ class AttentionProblem(Problem):
 
     @functools.cached_property
     def quant(self) -> QuantConfig:
-        """How ``fa_int8`` quantises the caller's arrays."""
+        """Quantisation of the caller's arrays by ``fa_int8``."""
         return self.settings.quant or _DEFAULT
 
     @functools.cached_property
@@ -210,7 +210,7 @@ class AttentionProblem(Problem):
 
     @property
     def _output(self) -> Operand:
-        """Where O goes: the caller's array, or one contiguous in the caller's layout."""
+        """Destination of O: the caller's array, or one contiguous in the caller's layout."""
         if "o" in self.received:
             return self.received["o"].place
         itemsize = STORAGE[self.call.dtype].itemsize

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyattn.arrays.operand import Operand
+from cupyattn.kernels import backward_tiles as known
 from cupyattn.kernels.backward_tiles import (
     IN_ORDER_KEYS,
     IN_ORDER_PAST,
@@ -37,7 +38,7 @@ class BackwardKernel:
         In ``"atomic"``, blocks of keys add up dQ in float32 in memory. ``"deterministic"`` has a
         separate kernel for dQ, with the same bits on every run. ``"sm90_atomic"`` and
         ``"sm90_deterministic"`` are the Hopper forms. Up to head_dim 128, the latter adds up dQ in
-        one order.
+        one order. Past it, the former runs in pairs of blocks.
     dq : int
         How ``backward_keys.cu`` computes dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
     keys_tiles, queries_tiles : Tiles
@@ -57,6 +58,13 @@ class BackwardKernel:
     def on_hopper(self) -> bool:
         """Whether this is a Hopper form."""
         return self.form.startswith("sm90")
+
+    @property
+    def paired(self) -> bool:
+        """Whether two blocks of a cluster share the keys of `keys_tiles`."""
+        return self.on_hopper and self.keys_tiles == known.PAIR_TILES and self.dq == SUMS_DQ and (
+            self.call.head_dim > SUMMED
+        )
 
 
 def check_backward_shapes(
@@ -121,7 +129,7 @@ def settle_backward(
         Whether the same call gives the same bits on every run; None: the faster form.
     arch : str, optional
         Architecture that it will run on. On ``"sm_90a"`` a Hopper form runs if it takes the call;
-        past head_dim 128 it is always the deterministic form.
+        past head_dim 128 it is the deterministic form (`backward_tiles.PAIRED`).
 
     Returns
     -------
@@ -136,15 +144,24 @@ def settle_backward(
         if not note:
             form, dq = _hopper_form(call, deterministic)
             tiles = (hopper_backward_tiles(call.head_dim),) * 2
+            if call.head_dim > SUMMED and dq == SUMS_DQ:
+                tiles = (known.PAIR_TILES,) * 2
     return BackwardKernel(call, form, dq, *tiles, note)
 
 
 def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, int]:
     if call.head_dim > SUMMED:
+        if known.PAIRED and not deterministic and pairs_take(call):
+            return "sm90_atomic", SUMS_DQ
         return "sm90_deterministic", NO_DQ
     if deterministic or (deterministic is None and order_is_faster(call)):
         return "sm90_deterministic", SUMS_DQ_IN_ORDER
     return "sm90_atomic", SUMS_DQ
+
+
+def pairs_take(call: AttentionSpec) -> bool:
+    """Return whether ``backward_keys_pair.cu`` takes a call that the Hopper form takes."""
+    return not call.softcap and call.block_mask == (0, 0) and call.packed is None
 
 
 def order_is_faster(call: AttentionSpec) -> bool:

@@ -67,8 +67,8 @@ _BORROWED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "score_mod mask_mod", ("bias", "mask"),
-        "no function of a score is taken: give bias= for what it adds, mask= or block_mask= for "
-        "what it leaves out, softcap= for a tanh",
+        "functions of a score are not supported: give bias= for added numbers, mask= or "
+        "block_mask= for excluded keys, softcap= for a tanh",
     ),
     (
         "learnable_sink s_aux sinks", ("bias",),
@@ -98,7 +98,7 @@ _BORROWED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ),
     (
         "enable_gqa pack_gqa", (),
-        "leave it out, heads of k and v may always be a divisor of those of q",
+        "leave it out, heads of k and v may always be a divisor of the heads of q",
     ),
     (
         "tensor_layout kv_layout", ("layout",),

@@ -41,7 +41,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Padded:
-    """Which arrays say how many rows of a padded batch entry count, and how limits follow them.
+    """The arrays with the number of valid rows of padded batch entries, and the limits from them.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ def with_lengths(
     Parameters
     ----------
     call : AttentionSpec
-        Of batch entries that are not packed.
+        Call with batch entries that are not packed.
     len_q, len_kv : int
     causal, causal_align, window
         Options of the call.
@@ -442,7 +442,7 @@ def _with_own_shifts(
 ) -> AttentionSpec:
     """Return a call with the shifts of batch entries whose lengths differ."""
     # NOTE: shifts count from the alignment of each entry. The limits of a window count from there,
-    # too. They are cut to keep shifts within 32 bits: with bottom-right alignment, a row has at
+    # too. They are cut to keep shifts within 32 bits. With bottom-right alignment, a row has at
     # most len_kv keys to its left and len_q to its right.
     lengths = (call.len_kv, call.len_q) if bottom_right else (call.len_q, call.len_kv)
     first, last = check_limits(causal, "top-left", window, *lengths)

@@ -1,4 +1,4 @@
-"""Which rung ``variant="auto"`` takes: the fastest that an accuracy class allows, as measured.
+"""Choose the rung of ``variant="auto"``: the fastest that an accuracy class allows, as measured.
 
 `cupyattn.kernels.measured_times` holds the times, written from committed records by
 ``python -m experiments.tuning.fastest``. If nothing was measured, a rule decides, and `Choice.why`
@@ -141,7 +141,7 @@ def choose(
         by_rule = accuracy
     same = _measured(rows, dtype, capability)
     if not same:
-        lacking = "it runs on no device"
+        lacking = "no times without a device"
         if capability is not None:
             lacking = f"nothing was measured on compute capability {capability / 10:.1f} in {dtype}"
         return replace(choices[by_rule], why=f"{why}, by rule: {lacking}")

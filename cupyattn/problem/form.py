@@ -278,8 +278,7 @@ def module_spec(
     variant: Variant, features: Features, tiles: Tiles, form: str = "portable"
 ) -> ModuleSpec:
     """Return the module to compile for a variant with these features and tiles."""
-    defines = {**tiles.defines(), **features.defines()}
-    return ModuleSpec(variant.forms[form].source, tuple(sorted(defines.items())))
+    return ModuleSpec.of(variant.forms[form].source, tiles.defines(), features.defines())
 
 
 def features_of(call: AttentionSpec, vec: int, **quantised: Any) -> Features:

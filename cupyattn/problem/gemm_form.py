@@ -1,4 +1,4 @@
-"""Which kernel multiplies INT8 codes: form and tiles, settled here and nowhere else."""
+"""Choose the kernel that multiplies INT8 codes: form and tiles are settled only here."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ ENTRIES = {"block": "gemm_int8", "channel": "gemm_int8_channel"}
 #: portable form, with tiles of 16, is faster on Hopper, too. The second does not hold if there are
 #: more than 16 rows and no room for pairs of blocks. Raced: experiments/results/gemm_few_rows.json.
 FEW_ROWS, PORTABLE_ROWS = 64, 32
-#: Least number of slices of a part: for blocks to share tiles of 128 rows, and for more blocks than
-#: SMs to share tiles of 64 rows. With fewer slices, merging costs more than it saves
-#: (experiments/results/gemm_few_rows_512.json and gemm_few_rows_channel_512.json).
+#: Least numbers of slices of a part. The first lets blocks share tiles of 128 rows, the second
+#: lets more blocks than SMs share tiles of 64 rows. With fewer slices, merging costs more than it
+#: saves (experiments/results/gemm_few_rows_512.json and gemm_few_rows_channel_512.json).
 _LEAST_SLICES = 24
 #: Model of a device for the choice of tiles. Number of thread blocks that run at a time, and the
 #: same in clusters, which lie in groups of 8 SMs. Bytes of A and B that a block reads from the L2
@@ -64,7 +64,7 @@ _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
 _ONE_TO_AN_SM, _ALL_STAGES = 96, 12
 #: Time of a cluster to start, synchronise and add up, in units of a slice's 4096 pairs: about 1 us.
 _MEETING = 14
-#: How much longer whole waves take of a kernel that is launched in clusters, which they do not need
+#: Time of whole waves in a kernel launched in clusters, relative to the same kernel without them
 #: (experiments/results/gemm_tails.json).
 _IN_CLUSTERS = 1.02
 
@@ -168,7 +168,7 @@ def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
     Parameters
     ----------
     rows : int
-        Of the weight, both halves.
+        Rows of the weight, both halves.
     strategy : {"block", "channel"}
     activation : str
 
@@ -381,7 +381,7 @@ def _check_form(tiles: GemmTiles, form: str, entry: str) -> None:
             "tiles.tail_splits must be 1 in the portable form, whose blocks take a tile each, got "
             f'{tiles.tail_splits}: use arch="sm_90a", or tiles.splits'
         )
-    spec = ModuleSpec(_source(form, entry), tuple(sorted(tiles.defines().items())))
+    spec = ModuleSpec.of(_source(form, entry), tiles.defines())
     check_tiles(spec, tiles, f"int8_gemm ({form})")
 
 

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
         The arrays that the kernel reads and writes. If they are codes, V has shape (batch,
         heads_kv, head_dim, keys), and rows of Q and K are padded.
     mask, bias : Operand, optional
-        Of shape (batch, heads, len_q, len_kv), with stride 0 along broadcast axes.
+        Operands (batch, heads, len_q, len_kv), with stride 0 along broadcast axes.
     kept_blocks : Operand, optional
         The lists of `cupyattn.problem.block_mask.BlockMask.kept_blocks`, if the call has a block
         mask.
@@ -50,7 +50,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueCodes:
-    """How codes of V are to be read.
+    """Properties of codes of V.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class ValueCodes:
 
 @dataclass(frozen=True)
 class Codes:
-    """How the operands of ``fa_int8`` are quantised.
+    """Quantisation of the operands of ``fa_int8``.
 
     Parameters
     ----------

@@ -248,7 +248,7 @@ def _sequences_of(z: QuantizedQKV, settings: Settings) -> Sequences | None:
         own, limit = getattr(z, name), getattr(settings, name)
         longest[name] = own if limit is None else limits.check_length(name, limit)
         if longest[name] < own:
-            raise ValueError(f"{name}={limit} is less than that of the QuantizedQKV, {own}")
+            raise ValueError(f"{name}={limit} is less than the limit of the QuantizedQKV, {own}")
     return Sequences(z.cu_seqlens_q, z.cu_seqlens_k, **longest)
 
 

@@ -142,7 +142,7 @@ class Rope:
 
     @property
     def pairs(self) -> str:
-        """Which channels make a pair, as `cupyattn.kernels.features.Features.rope` says it."""
+        """The pairing of channels, as in `cupyattn.kernels.features.Features.rope`."""
         return "interleaved" if self.interleaved else "half_split"
 
     def turned(self, q: Array, k: Array) -> tuple[Array, Array]:
@@ -152,7 +152,7 @@ class Rope:
         ----------
         q : (batch, heads, len_q, head_dim) array
         k : (batch, heads_kv, len_kv, head_dim) array
-            Of one storage type.
+            Same storage type as q.
 
         Returns
         -------
@@ -172,7 +172,7 @@ class Rope:
 
     def exact(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K turned by the same tables in float64."""
-        return self._turn_exact(q, self.offset_q), self._turn_exact(k, 0)
+        return self._turn(q, self.offset_q, exact=True), self._turn(k, 0, exact=True)
 
     def angles(self, length: int, position: int) -> tuple[Array, Array]:
         """Return cosines and sines of `length` rows from a position on: (length, head_dim / 2)."""
@@ -186,29 +186,17 @@ class Rope:
             return x[..., 0::2], x[..., 1::2]
         return x[..., :half], x[..., half:]
 
-    def _turn(self, x: Array, position: int) -> Array:
-        xp = array_namespace(x)
-        cos, sin = self.angles(x.shape[2], position)
-        first, second = (a.astype(np.float32) for a in self.split(x))
+    def _turn(self, x: Array, position: int, *, exact: bool = False) -> Array:
+        """Turn rows in float32 and store them in their type; with `exact`, all in float64."""
+        xp, (cos, sin) = array_namespace(x), self.angles(x.shape[2], position)
+        if exact:
+            x, cos, sin = map(as_float64, (x, cos, sin))
+        first, second = (a if exact else a.astype(np.float32) for a in self.split(x))
         out = xp.empty(x.shape, x.dtype)
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            for target, value in zip(
-                self.split(out),
-                (first * cos - second * sin, second * cos + first * sin),
-                strict=True,
-            ):
-                target[...] = value.astype(x.dtype)  # R0
-        return out
-
-    def _turn_exact(self, x: Array, position: int) -> Array:
-        xp = array_namespace(x)
-        cos, sin = (as_float64(table) for table in self.angles(x.shape[2], position))
-        first, second = self.split(as_float64(x))
-        out = xp.empty(x.shape, np.float64)
         one, other = self.split(out)
-        with np.errstate(invalid="ignore"):
-            one[...] = first * cos - second * sin
-            other[...] = second * cos + first * sin
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            one[...] = (first * cos - second * sin).astype(x.dtype)  # R0
+            other[...] = (second * cos + first * sin).astype(x.dtype)
         return out
 
 
@@ -277,7 +265,7 @@ class Norm:
 
     @property
     def vectors(self) -> tuple[int, int]:
-        """How many vectors of weights Q has, and K."""
+        """Number of weight vectors of Q, and of K."""
         return int(self.q_weight.shape[0]), int(self.k_weight.shape[0])
 
 

@@ -1,5 +1,4 @@
-"""Where packed sequences begin and end, and how long padded entries are: a caller's offsets and
-lengths, checked, as kernels read them."""
+"""Check a caller's offsets of packed sequences and lengths of padded entries, for the kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Sequences:
 
     @property
     def batch(self) -> int:
-        """How many there are."""
+        """Number of sequences."""
         return int(self.cu_seqlens_q.shape[0]) - 1
 
     @property
@@ -150,7 +149,7 @@ def describe_lengths(q: Described, arrays: Mapping[str, Described]) -> dict[str,
     Parameters
     ----------
     q : Described
-        Of shape (batch, heads, len_q, head_dim).
+        Queries (batch, heads, len_q, head_dim).
     arrays : mapping
         The caller's arrays. Only ``lengths_q`` and ``lengths_kv`` are read, if given.
 

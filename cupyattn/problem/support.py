@@ -1,4 +1,4 @@
-"""Which form takes a call, with which tiles, and why other forms do not.
+"""Choose the form and tiles of a call, with the reasons against other forms.
 
 `cupyattn.kernels.forms.Takes` lists the conditions of a form as plain values. This module compares
 them with a call. The copy engine moves the operands of Hopper forms and sets further conditions.

@@ -1,6 +1,6 @@
-"""INT8 operands: how they are quantised, the record that holds them, and the call that makes it.
+"""INT8 operands: their configuration, the record that contains them, and the call that makes it.
 
-Beside attention's operands, weights and activations of linear layers in blocks.
+This package also quantises weights and activations of linear layers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __getattr__, __dir__ = lazy_face(
         "ops.gemm": ("int8_gemm",),
         "ops.linear": ("Int8Linear", "outlier_columns"),
         "ops.norm_quant": ("norm_quant",),
-        # NOTE: that module gives the record its with_q.
+        # NOTE: that module adds with_q to the record.
         "ops.quantize": ("QuantizedQKV", "quantize", "quantize_kv"),
         "ops.weights": ("weight_dequant", "weight_quant"),
         "quant.blocks": ("Int8Config",),

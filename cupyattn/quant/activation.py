@@ -1,4 +1,4 @@
-"""Activation functions of a product's epilogue, and how steep they are."""
+"""Activation functions of a product's epilogue, and their largest slopes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLU = _GATE_FIRST | GATE_LAST
 #: [L41] Largest slope of each of these; of both forms of GELU it is below 1.129.
 ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
-#: Thread blocks that may share a tile: the largest cluster that every device has.
+#: Thread blocks that may share a tile: the largest cluster that every device supports.
 MOST_SPLITS = 8
 
 
@@ -33,7 +33,7 @@ def check_activation(activation: str, rows: int) -> None:
     ----------
     activation : str
     rows : int
-        Of the weight.
+        Rows of the weight.
     """
     if activation not in (*ACTIVATIONS, *GLU):
         names = " or ".join(map(repr, (*ACTIVATIONS[1:], *GLU)))

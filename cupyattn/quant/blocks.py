@@ -26,17 +26,17 @@ BLOCK_SIZE = 128
 #: Groups that share a scale: 128 x 128 elements of a weight and 128 adjacent channels of an
 #: activation's row. Or an output channel of a weight (a row) and a row of activations.
 STRATEGIES = ("block", "channel")
-#: In a configuration: chosen for each model by `cupyattn.checkpoints.choosing`.
+#: The strategy that `cupyattn.checkpoints.choosing` chooses for each model.
 AUTO = "auto"
-#: Codes along k whose products int32 sums without overflow: -128 times -128 is 2^14.
+#: Number of products of codes along k that int32 sums without overflow: -128 times -128 is 2^14.
 MOST_CHANNEL_CODES = (2**31 - 1) // 2**14
-#: Types that weights which are not quantised are narrowed to, by their short names.
+#: Types of float32 weights that stay unquantised and may lose bits, by short name.
 FALLBACK_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
 class Int8Config:
-    """Which weights of a model become INT8, and which types the others get.
+    """Choice of a model's weights that become INT8, and of the other weights' types.
 
     Parameters
     ----------
@@ -67,9 +67,10 @@ class Int8Config:
         channels if given activations allow it or, without activations, if measurements of the
         model's family allow it; otherwise blocks.
     rotate : {"auto", None, "hadamard"}
-        Whether weights with scales of channels are rotated, which spreads outlier channels of the
-        activations (`cupyattn.Int8Linear`): where given activations ask for it, nowhere, or in all
-        layers whose number of channels 64 divides.
+        Rotation of weights with scales of channels, which spreads outlier channels of the
+        activations (`cupyattn.Int8Linear`). "auto" rotates where given activations require it,
+        None rotates nothing, and "hadamard" rotates all layers whose number of channels is a
+        multiple of 64.
 
     Raises
     ------
@@ -165,7 +166,7 @@ def as_matrix(w: Array) -> Array:
 def scale_shape(
     shape: tuple[int, ...], block_size: int, strategy: str = "block"
 ) -> tuple[int, int]:
-    """Return how many scales a weight of such a shape has, down and across.
+    """Return the shape of the scales of a weight of this shape.
 
     Examples
     --------
@@ -198,12 +199,12 @@ def panels(
     shape : (rows, columns)
     block_size : int
     elements : int
-        About how many elements a part has.
+        Approximate number of elements of a part.
 
     Yields
     ------
     part : (slice, slice)
-        Rows and columns: some lines of blocks, or the last line where that is a shorter one.
+        Rows and columns: some lines of blocks, or the last line if it is shorter.
     blocks : (slice, slice)
         The places of their scales.
 
@@ -242,7 +243,7 @@ def by_line(part: Array, block_size: int) -> Array:
 
 
 def block_max(magnitudes: Array, block_size: int) -> Array:
-    """Return the largest of each `block_size` numbers along the last axis; NaN if one is NaN."""
+    """Return the maximum of each `block_size` numbers along the last axis; NaN if one is NaN."""
     xp = array_namespace(magnitudes)
     length = magnitudes.shape[-1]
     block_size = min(block_size, max(length, 1))
@@ -268,7 +269,7 @@ def strategy_of_weight(shape: tuple[int, ...], scales_shape: tuple[int, ...]) ->
     Returns
     -------
     str
-        ``"block"``, too, where the shape fits neither, or both: of one row in one block.
+        ``"block"``, too, if the shape fits neither, or both, as for one row in one block.
 
     Examples
     --------
@@ -293,7 +294,7 @@ def strategy_of(a: Array, a_scales: Array, b: Array, b_scales: Array) -> str:
     Returns
     -------
     str
-        ``"block"``, too, where the shapes fit neither.
+        ``"block"``, too, if the shapes fit neither.
     """
     of_rows = tuple(a_scales.shape) == (*a.shape[:-1], 1)
     return strategy_of_weight(b.shape, b_scales.shape) if of_rows and len(b.shape) == 2 else "block"
@@ -314,7 +315,7 @@ def rounded_codes(values: Array, inverse: Array) -> Array:
 
 
 def check_values(name: str, x: Array, *, least_axes: int) -> None:
-    """Raise unless an array has a type to quantise, and axes enough."""
+    """Raise unless an array has a supported type and enough axes."""
     if x.dtype.name not in STORAGE:
         raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")
     if x.ndim < least_axes:
@@ -345,7 +346,7 @@ def check_strategy(strategy: str) -> None:
 
 
 def check_blocks(strategy: str, block_size: int) -> None:
-    """Raise ValueError unless a strategy and a size of its blocks go together."""
+    """Raise ValueError for a block size that the strategy does not use."""
     check_strategy(strategy)
     check_block_size(block_size)
     if strategy == "channel" and block_size != BLOCK_SIZE:
@@ -356,13 +357,13 @@ def check_blocks(strategy: str, block_size: int) -> None:
 
 
 def check_out_dtype(out_dtype: str) -> None:
-    """Raise ValueError for a type that no weight has."""
+    """Raise ValueError for a type that weights cannot have."""
     if out_dtype not in STORAGE:
         raise ValueError(f"out_dtype must be {' or '.join(STORAGE)}, got {out_dtype!r}")
 
 
 def check_block_size(block_size: int) -> None:
-    """Raise ValueError unless this is a number of rows and columns."""
+    """Raise ValueError unless a block size is an integer of at least 1."""
     if not _is_integer(block_size) or block_size < 1:
         raise ValueError(f"block_size must be an integer of at least 1, got {block_size!r}")
 

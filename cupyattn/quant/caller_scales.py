@@ -1,4 +1,4 @@
-"""Scales and zero points that a caller gives with codes, expanded to full shapes."""
+"""Expand scales and zero points that a caller gives with codes to full shapes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
 def given_scale(
     xp: Any, name: str, scale: Any, group: int | None, thread: int
 ) -> tuple[Array, int, str]:
-    """Return a given scale as an array, its rows per scale, and the name of that granularity."""
+    """Return a given scale as an array, its rows per scale, and the granularity's name."""
     scale = _as_array(xp, name, scale, 3)
     if scale.ndim != 3:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Every choice of INT8 arithmetic, each a single change of the default, and valid combinations."""
+"""Every choice of INT8 arithmetic, each as one change of the default, and valid combinations."""
 
 from __future__ import annotations
 

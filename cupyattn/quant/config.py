@@ -1,4 +1,4 @@
-"""How Q and K become INT8 codes: the record that a caller writes."""
+"""`QuantConfig`: the caller's choices for INT8 attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRANULARITIES = ("tensor", "head", "block", "thread", "token")
 
 @dataclass(frozen=True, eq=False)
 class QuantConfig:
-    """How the operands of INT8 attention are quantised.
+    """Quantisation of the operands of INT8 attention.
 
     Parameters
     ----------
@@ -207,7 +207,7 @@ class QuantConfig:
         return not isinstance(self.scales, str)
 
     def of_entry(self, number: int) -> QuantConfig:
-        """Return how one batch entry is quantised, with its part of given scales."""
+        """Return the configuration of one batch entry, with its part of given scales."""
         if not self.static:
             return self
         each = (getattr(x, "shape", (1,))[0] > 1 for x in self.scales)
@@ -236,8 +236,7 @@ class QuantConfig:
 
     @property
     def form(self) -> str:
-        """The form of ``fa_int8`` that this asks for: ``"portable"``, ``"pv8"``, ``"v8"`` or
-        ``"fused"``."""
+        """The form of ``fa_int8`` for this: ``"portable"``, ``"pv8"``, ``"v8"`` or ``"fused"``."""
         if self.fused:
             return "fused"
         if not self.has_value_codes:
@@ -250,11 +249,11 @@ class QuantConfig:
         return str(self.p_type) if self.has_value_codes else ""
 
     def group_q(self, tiles: Tiles) -> int:
-        """Return how many adjacent rows of Q share a scale."""
+        """Return the number of adjacent rows of Q that share a scale."""
         return _group(self.granularity_q, tiles.block_q, THREAD_ROWS_Q)
 
     def group_kv(self, tiles: Tiles) -> int:
-        """Return how many adjacent keys share a scale."""
+        """Return the number of adjacent keys that share a scale."""
         return _group(self.granularity_k, tiles.block_kv, THREAD_ROWS_K)
 
     def group_v(self, tiles: Tiles) -> int:
@@ -263,7 +262,7 @@ class QuantConfig:
 
     @functools.cached_property
     def described(self) -> QuantConfig:
-        """The same with descriptions in place of given scales, as the key of a call needs it."""
+        """The same with descriptions in place of given scales, for the key of a call."""
         if not self.static:
             return self
         scales = (
@@ -273,7 +272,7 @@ class QuantConfig:
         return replace(self, scales=tuple(scales))
 
     def with_scales(self, arrays: Mapping[str, Any]) -> QuantConfig:
-        """Return the same with given scales, if there are any, as arrays of a call by buffer."""
+        """Return the same with given scales, if any, replaced by a call's arrays, by buffer."""
         if not self.static:
             return self
         return replace(self, scales=tuple(arrays[name] for name in SCALE_BUFFERS))
@@ -321,7 +320,7 @@ class QuantConfig:
         return found
 
     def check_scales(self) -> None:
-        """Raise ValueError for given scales of the host that are not finite and at least 2^-126."""
+        """Raise ValueError for given scales on the host that are not finite and at least 2^-126."""
         for name, scale in zip("qk", self.scales, strict=True):
             if isinstance(scale, Described) or is_cupy(scale):
                 continue
@@ -336,7 +335,7 @@ class QuantConfig:
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        """The fields, scales by their values on the host and by the array itself on a device."""
+        """The fields; scales count by value on the host, and by identity on a device."""
         if not self.static:
             return (*_PLAIN_FIELDS(self), self.scales)
         scales = (
@@ -356,15 +355,16 @@ class QuantConfig:
         return hash(self._key)
 
 
-#: Takes the fields that are numbers and names, without a loop in Python: every call is known by it.
+#: Returns the fields that are numbers and names. Every call is looked up by them, hence no loop in
+#: Python.
 _PLAIN_FIELDS = operator.attrgetter(*(f.name for f in fields(QuantConfig) if f.name != "scales"))
 
 
 def _kept(name: str, scale: Any) -> Any:
-    """Return a copy of the static scales of an operand; numbers and descriptions are themselves."""
+    """Return a copy of an operand's static scales; return numbers and descriptions unchanged."""
     if isinstance(scale, Described):
         return scale
-    # NOTE: copying elements at odd addresses would fault on a device, hence not at once.
+    # NOTE: copying elements at odd addresses would fault on a device, hence the copy in two steps.
     (array,) = taken_arrays(**{f"the static {name}_scale": scale})
     if not hasattr(array, "copy"):
         return array
@@ -375,7 +375,7 @@ def _kept(name: str, scale: Any) -> Any:
 
 
 def _repeated(scale: Any, granularity: str, entries: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of given scales: all entries and heads have the scales of a single one."""
+    """Return the shape of given scales, repeated to all entries and heads if only one is given."""
     have: tuple[int, ...] = getattr(scale, "shape", (1, 1, 1))
     if granularity == "tensor" or not entries:
         return have
@@ -405,6 +405,6 @@ def _one_of(
     """Raise unless `value` is allowed."""
     allowed = tuple(allowed)
     choices = " or ".join(map(repr, allowed))
-    # NOTE: 1 == True in Python; a configuration that says 1 for a switch is a slip.
+    # NOTE: 1 == True in Python, but 1 as the value of a switch is a mistake.
     if not any(value == a and type(value) is type(a) for a in allowed):
         raise ValueError(f"quant.{name} must be {choices}{where}, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""4-bit codes of Q and K, two to a byte: how they are packed, and which launch unpacks them."""
+"""Pack and unpack 4-bit codes of Q and K, two to a byte."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cupyattn.quant.quantizers import padded_columns
 
 
 def packed_bytes(head_dim: int) -> int:
-    """Return how many bytes a row of 4-bit codes takes.
+    """Return the number of bytes of a row of 4-bit codes.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def packed(codes: Array) -> Array:
     Returns
     -------
     array, uint8, (..., packed_bytes(head_dim))
-        Of an odd head_dim the last half is 0.
+        For an odd head_dim the last half-byte is 0.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Quantised operands as mirror and reference read them: their members, and codes as numbers."""
+"""Members of quantised operands that mirror and reference read, and codes as numbers."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Quantized(Protocol):
     def cu_seqlens_q(self) -> Array | None: ...  # of packed sequences
     def unpacked(self) -> Any: ...  # the same with codes of a byte each
     @property
-    def has_queries(self) -> bool: ...  # False: keys and values that wait for queries
+    def has_queries(self) -> bool: ...  # False: keys and values without queries
 
 
 def check_queries(quantized: Quantized) -> None:
-    """Raise ValueError where operands are keys and values that still wait for their queries."""
+    """Raise ValueError if operands are keys and values without queries."""
     if not quantized.has_queries:
         raise ValueError(
             "this QuantizedQKV holds keys and values only: give it queries, as record.with_q(q)"
@@ -68,8 +68,8 @@ def check_one_sequence(quantized: Quantized) -> None:
     """Raise ValueError if operands are packed sequences, whose scales have another layout."""
     if quantized.cu_seqlens_q is not None:
         raise ValueError(
-            "mirror and bounds take the operands of one sequence at a time: those that "
-            "QuantizedQKV.sequences() yields"
+            "mirror and bounds take the operands of one sequence at a time: give the records of "
+            "QuantizedQKV.sequences()"
         )
 
 

@@ -1,9 +1,9 @@
-"""Layout of the quantised operands of packed sequences: where each has its codes and scales.
+"""Layout of the quantised operands of packed sequences: the place of each one's codes and scales.
 
 Groups of rows start again with each sequence. Arrays with one element for each group, such as
-scales, have one axis for all sequences. The elements of sequence i start at ``first // group + i``,
-where `first` is its first row: this leaves room for the groups of all sequences before, for any
-lengths. Codes of V, whose channels are padded, are laid out in the same way, in groups of
+scales, have one axis for all sequences. The elements of sequence i start at ``first // group +
+i``, where `first` is its first row. This leaves room for the groups of all earlier sequences, for
+any lengths. Codes of V, whose channels are padded, are laid out in the same way, in groups of
 VALUES_PAD keys.
 """
 
@@ -33,7 +33,7 @@ def packed_groups(total: int, batch: int, group: int) -> int:
 
 
 def packed_values(total: int, batch: int) -> int:
-    """Return how many codes a channel of V has, padding included.
+    """Return the number of codes in a channel of V, including padding.
 
     Examples
     --------
@@ -44,7 +44,7 @@ def packed_values(total: int, batch: int) -> int:
 
 
 def rows_of_sequences(rows: Array, cu_seqlens: Array) -> Array:
-    """Return numbers of rows, one for each row of Q or K, laid like the scales of one row.
+    """Return one number for each row of Q or K, in the layout of scales of single rows.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def check_sequences(z: Any) -> None:
 
 
 class _Lot(NamedTuple):
-    """Where every sequence has its part of an array: along which axis, of how many, from where."""
+    """The part of an array for every sequence: the axis, the lengths and the starts."""
 
     axis: int
     size: int
@@ -124,7 +124,7 @@ def _lots(groups: dict[str, int], ends_q: Sequence[int], ends_k: Sequence[int]) 
 
 
 def _of_record(z: Any, ends_q: Sequence[int], ends_k: Sequence[int]) -> dict[str, _Lot]:
-    """Return the lots of the arrays that a record has."""
+    """Return the lots of a record's arrays."""
     groups = {name: getattr(z, name) for name in ("group_q", "group_kv", "group_v")}
     lots = _lots(groups, ends_q, ends_k)
     return {name: lot for name, lot in lots.items() if getattr(z, name) is not None}

@@ -27,12 +27,12 @@ from cupyattn.quant.quantizers import (
     values_by_key,
 )  # fmt: skip
 
-#: Zero points, and sums of codes, which follow from the codes and are in no file.
+#: Zero points, and sums of codes, which are computed from the codes and not stored in files.
 _ZEROS, _SUMS = ("q_zero", "k_zero", "v_zero"), ("q_code_sum", "k_code_sum")
 _ARRAYS = (*quantized_file.ARRAYS, *_SUMS)
-#: Where packed sequences begin and end.
+#: Offsets at which packed sequences begin and end.
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-#: All arrays that a call on codes may read, by the names that its plan has for them.
+#: All arrays that a call on codes may read, by their names in its plan.
 BUFFERS = (
     "q_codes", "k_codes", "v", "q_scale", "k_scale", "k_mean", "v_codes", "v_scale", "v_mean",
     *_ZEROS, *_SUMS, *_OFFSETS,
@@ -242,7 +242,7 @@ class QuantizedQKV:
                 raise ValueError(f"{name} must be -128 to 128, got up to {abs(array).max()}")
 
     def _check_values(self) -> None:
-        """V is one array in 16 bits, or codes with their scales."""
+        """Raise unless V is one array in 16 bits, or codes with their scales."""
         codes, scale = self.v_codes, self.v_scale
         if (self.v is None) == (codes is None) or (codes is None) != (scale is None):
             raise ValueError(
@@ -265,7 +265,7 @@ class QuantizedQKV:
 
     @property
     def facts(self) -> CodeFacts:
-        """Its arguments, except arrays."""
+        """The record's arguments, except arrays."""
         return CodeFacts(
             self.group_q, self.group_kv, self.config, self.out_dtype, self.group_v,
             self.max_len_q, self.max_len_k, self.prepared, self.has_queries,
@@ -273,19 +273,19 @@ class QuantizedQKV:
 
     @property
     def buffers(self) -> dict[str, Array]:
-        """Its arrays by the names that plans have for them."""
+        """The record's arrays, by their names in plans."""
         return {name: a for name in BUFFERS if (a := getattr(self, name)) is not None}
 
     @classmethod
     def of_buffers(cls, facts: CodeFacts, arrays: Mapping[str, Any]) -> QuantizedQKV:
-        """Return the record of arrays, or of descriptions, that were checked when it was made."""
+        """Return a record of arrays or descriptions that have been checked before."""
         record = object.__new__(cls)
         given = {name: arrays.get(name) for name in BUFFERS}
         vars(record).update(facts._asdict(), as_given=unchanged, **given)
         return record
 
     def with_facts(self, **facts: Any) -> QuantizedQKV:
-        """Return the record with other facts, or another `as_given`; no array is checked again."""
+        """Return the record with other facts or `as_given`; arrays are not checked again."""
         record = object.__new__(type(self))
         vars(record).update(vars(self), **facts)
         return record
@@ -321,7 +321,7 @@ class QuantizedQKV:
         Returns
         -------
         QuantizedQKV
-            Its arrays of K and V are those of this record. Attention returns arrays of q's kind.
+            Shares the arrays of K and V with this record. Attention returns arrays of q's kind.
 
         Raises
         ------
@@ -341,7 +341,7 @@ class QuantizedQKV:
         raise RuntimeError("with_q quantises q by cupyattn.ops.quantize: import that module first")
 
     def in_nibbles(self) -> QuantizedQKV:
-        """Return the record with codes of 4 bits two to a byte."""
+        """Return the record with 4-bit codes packed two to a byte."""
         if self.has_nibbles:
             return self
         q_codes, k_codes = map(nibbles.packed, (self.q_codes, self.k_codes))
@@ -356,28 +356,28 @@ class QuantizedQKV:
 
     @property
     def batch(self) -> int:
-        """Batch entries; of packed operands sequences."""
+        """Number of batch entries, or of packed sequences."""
         ends = self.cu_seqlens_q
         return self.shape[0] if ends is None else int(ends.shape[0]) - 1
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.shape[1]
 
     @property
     def heads_kv(self) -> int:
-        """Key heads."""
+        """Number of key heads."""
         return int(self.k_codes.shape[1])
 
     @property
     def len_q(self) -> int:
-        """Query rows."""
+        """Number of query rows."""
         return self.shape[2]
 
     @property
     def len_kv(self) -> int:
-        """Keys."""
+        """Number of keys."""
         return int(self.k_codes.shape[2])
 
     @property
@@ -387,30 +387,30 @@ class QuantizedQKV:
 
     @property
     def form(self) -> str:
-        """The form of ``fa_int8`` that runs on these: ``"pv8"`` or ``"v8"`` where V is codes."""
+        """The form of ``fa_int8`` for these operands: ``"pv8"`` or ``"v8"`` if V is codes."""
         return "portable" if self.v_codes is None else self.config.form
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays together, without the padding of rows of codes."""
+        """Total bytes of all arrays, without padding of rows of codes."""
         arrays = (getattr(self, name) for name in _ARRAYS)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def dequantize(self, dtype: str = "float32") -> tuple[Array, Array, Array]:
-        """Return the operands as numbers, which any attention takes.
+        """Return the operands as floating-point arrays, for any attention.
 
         Parameters
         ----------
         dtype : {"float32", "float64"}
-            Type of the result. In float64 code times scale is exact, and a mean that was taken off
-            keys or values comes back with one rounding of float64.
+            Type of the result. In float64, code times scale is exact, and adding a subtracted mean
+            back takes one rounding.
 
         Returns
         -------
         q : array, (batch, heads, len_q, head_dim)
         k, v : array, (batch, heads_kv, len_kv, head_dim)
-            With their means. Packed operands have three axes, (total, heads or heads_kv, head_dim).
-            Of the kind that the queries were.
+            With their means. Packed operands have three axes, (total, heads or heads_kv,
+            head_dim). The arrays are of the queries' kind.
 
         Raises
         ------

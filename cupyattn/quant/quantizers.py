@@ -34,7 +34,7 @@ CODES_PAD = 16
 
 
 def group_count(length: int, group: int) -> int:
-    """Return how many scales serve `length` rows.
+    """Return the number of scales for `length` rows.
 
     Examples
     --------
@@ -50,10 +50,11 @@ MANY_ROWS, MEAN_ROWS, MEAN_PERIOD = 1024, 32, 128
 
 
 def rows_of_mean(length: int) -> int:
-    """Return how many rows of a head smoothing takes the mean of.
+    """Return the number of rows of a head in the mean that smoothing subtracts.
 
-    A quarter of many rows, or all of few. Any vector that all rows share may be subtracted. The
-    mean of some rows is within the range of every channel, like the mean of all rows.
+    A quarter of the rows if there are many, otherwise all. Any vector that all rows share may be
+    subtracted. The mean of some rows is within the range of every channel, like the mean of all
+    rows.
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ def rows_of_mean(length: int) -> int:
 
 
 def of_mean(x: Array) -> Array:
-    """Return the rows of x that smoothing takes the mean of.
+    """Return the rows of x in the mean that smoothing subtracts.
 
     Parameters
     ----------
@@ -139,15 +140,16 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
     Parameters
     ----------
     absmax : array, float32
-        Largest magnitude, NumPy or CuPy; NaN or infinite where a group holds such a value.
+        Largest magnitude, NumPy or CuPy; NaN or infinite if a group contains such a value.
     largest : float32
         The code of that magnitude.
 
     Returns
     -------
     scale, inverse : array, float32
-        ``absmax / 127`` and ``127 / absmax``, each rounded once. A group of zeros has scale 1;
-        a scale below 2^-126 is raised to that; NaN with inverse 0 where the group is not finite.
+        ``absmax / 127`` and ``127 / absmax``, each rounded once. A group of zeros has scale 1. A
+        scale below 2^-126 is raised to 2^-126. A group that is not finite has scale NaN and
+        inverse 0.
 
     Examples
     --------
@@ -165,7 +167,7 @@ def scale_of_absmax(absmax: Float32, largest: np.float32 = INT8_MAX) -> tuple[Fl
 def coding_of_range(
     above: Float32, below: Float32
 ) -> tuple[Float32, Float32, npt.NDArray[np.int32]]:
-    """Return scale, inverse scale and zero point of groups, by how far they reach from 0.
+    """Return scale, inverse scale and zero point of groups, by their distances from 0.
 
     Parameters
     ----------
@@ -176,9 +178,9 @@ def coding_of_range(
     Returns
     -------
     scale, inverse : array, float32
-        Of a range of 255 steps, with the exceptions of `scale_of_absmax`.
+        Scales of a range of 255 steps, with the exceptions of `scale_of_absmax`.
     zero : array, int32
-        -128 to 127: the code of 0. 0 where the group is not finite.
+        -128 to 127: the code of 0. 0 if the group is not finite.
 
     Examples
     --------
@@ -202,7 +204,7 @@ def code_of(scaled: Float32, zero: Array) -> npt.NDArray[np.int8]:
 
 
 def scale_of_static(static: Float32) -> tuple[Float32, Float32]:
-    """Return given scales and their inverses; NaN and 0 unless a scale is finite and normal."""
+    """Return given scales and inverses; NaN and 0 for scales that are not finite and normal."""
     usable = np.isfinite(static) & (static >= SCALE_MIN)
     inverse = np.float32(1) / np.where(usable, static, np.float32(1))
     return np.where(usable, static, np.float32(np.nan)), np.where(usable, inverse, np.float32(0))
@@ -223,7 +225,7 @@ def quantize_values(
     mean : array, (batch, heads_kv, head_dim), float32, optional
         Subtracted from every key's value first.
     per_tensor : bool
-        One scale for all of V, which every channel has; `group` is then GROUP_ALL.
+        One scale for all of V, repeated for every channel; `group` is then GROUP_ALL.
     e4m3 : bool
         Codes are 8-bit floats up to 448 in place of integers up to 127.
 
@@ -240,17 +242,10 @@ def quantize_values(
     Scale, code and error as in `quantize_symmetric`. e4m3 has scale fl(A / 448) and an error of at
     most ``max(|x| (2^-4 + 2^-20), s 2^-10 (1 + 2^-9))``: half a unit of its last place.
     """
-    batch, heads, length, head_dim = v.shape
+    length = v.shape[2]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = v.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
-        starts = np.arange(0, length, min(group, max(1, length)))
-        if length:
-            absmax = np.asarray(np.maximum.reduceat(np.abs(values), starts, axis=2))
-        else:
-            absmax = np.zeros((batch, heads, group_count(0, group), head_dim), np.float32)
-        absmax = _of_tensor(absmax) if per_tensor else absmax
+        values = _less_mean(v, mean)
+        absmax = _channel_max(np.abs(values), group, per_tensor)
         scale, inverse = scale_of_absmax(absmax, E4M3_MAX if e4m3 else INT8_MAX)
         scaled = values * value_scale_of_key(inverse, group, length)
         scaled = np.where(np.isnan(scaled), np.float32(0), scaled)
@@ -261,9 +256,25 @@ def quantize_values(
     return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False)
 
 
-def _of_tensor(reach: Float32) -> Float32:
-    """Return the largest of all channels for each of them."""
-    return np.full_like(reach, reach.max(initial=np.float32(0)))
+def _less_mean(x: Array, mean: Float32 | None) -> Float32:
+    """Return numbers in float32, less the mean of their channel if there is one."""
+    values: Float32 = x.astype(np.float32)
+    return values if mean is None else values - mean[:, :, None, :]
+
+
+def _channel_max(values: Float32, group: int, per_tensor: bool) -> Float32:
+    """Return the largest number of each channel of each group of keys, or of all, as `_largest`."""
+    found = _largest(values, group)
+    return np.full_like(found, found.max(initial=np.float32(0))) if per_tensor else found
+
+
+def _largest(values: Float32, group: int) -> Float32:
+    """Return the largest number of each group along axis 2, 0 or more, NaN if a member is."""
+    length = values.shape[2]
+    if length == 0:
+        return np.zeros((*values.shape[:2], group_count(0, group), *values.shape[3:]), np.float32)
+    starts = np.arange(0, length, min(group, length))
+    return np.asarray(np.maximum(np.maximum.reduceat(values, starts, axis=2), np.float32(0)))
 
 
 def quantize_values_affine(
@@ -286,30 +297,22 @@ def quantize_values_affine(
     -----
     Code and error as in `quantize_affine`.
     """
-    batch, heads, length, head_dim = v.shape
+    length = v.shape[2]
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = v.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
-        starts = np.arange(0, length, min(group, max(1, length)))
-        sides = np.zeros((2, batch, heads, group_count(length, group), head_dim), np.float32)
-        if length:
-            for side, x in zip(sides, (values, -values), strict=True):
-                side[...] = np.maximum(np.maximum.reduceat(x, starts, axis=2), np.float32(0))
-        if per_tensor:
-            sides = np.stack([_of_tensor(side) for side in sides])
-        scale, inverse, zero = coding_of_range(*sides)
+        values = _less_mean(v, mean)
+        above, below = (_channel_max(side, group, per_tensor) for side in (values, -values))
+        scale, inverse, zero = coding_of_range(above, below)
         scaled = values * value_scale_of_key(inverse, group, length)
         codes = code_of(scaled, value_scale_of_key(zero, group, length))
     return stored_values(codes.swapaxes(2, 3)), scale.astype(np.float32, copy=False), zero
 
 
 def stored_values(codes: Array) -> Array:
-    """Return codes (batch, heads_kv, head_dim, len_kv) as kernels read them.
+    """Return codes (batch, heads_kv, head_dim, len_kv) in the order in which kernels read them.
 
-    Zeros pad the keys to a multiple of VALUES_PAD. Among every 16 keys, key 8 n + 2 t + j is stored
-    at place 4 t + 2 n + j. A lane of a matrix product has the scores of keys 2 t, 2 t + 1, 8 + 2 t
-    and 9 + 2 t, so their values become neighbours.
+    Zeros pad the keys to a multiple of VALUES_PAD. Among every 16 keys, key 8 n + 2 t + j is
+    stored at place 4 t + 2 n + j. In a matrix product, lane t has the scores of keys 2t, 2t+1,
+    2t+8 and 2t+9, so their values become neighbours.
 
     Parameters
     ----------
@@ -339,7 +342,7 @@ def values_by_key(stored: Array, length: int) -> Array:
 
 
 def padded_columns(head_dim: int) -> int:
-    """Return how many bytes a row of codes of Q or K takes.
+    """Return the number of bytes of a row of codes of Q or K.
 
     Examples
     --------
@@ -350,7 +353,7 @@ def padded_columns(head_dim: int) -> int:
 
 
 def in_padded_rows(codes: Array) -> Array:
-    """Return codes of Q or K in rows as the kernels leave them: a view of padded ones.
+    """Return codes of Q or K as the kernels store them: a view of padded rows.
 
     Parameters
     ----------
@@ -434,9 +437,7 @@ def quantize_symmetric(
     """
     most = np.float32(largest)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = x.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
+        values = _less_mean(x, mean)
         absmax = _group_max(np.abs(values), group, per_tensor)
         if static_scale is None:
             scale, inverse = scale_of_absmax(absmax, most)
@@ -481,9 +482,7 @@ def quantize_affine(
     MATH_REFERENCE.md [L15].
     """
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = x.astype(np.float32)
-        if mean is not None:
-            values = values - mean[:, :, None, :]
+        values = _less_mean(x, mean)
         above, below = (_group_max(side, group, per_tensor) for side in (values, -values))
         scale, inverse, zero = coding_of_range(above, below)
         scaled = values * scale_of_row(inverse, group, x.shape[2])[..., None]
@@ -493,11 +492,6 @@ def quantize_affine(
 
 def _group_max(values: Float32, group: int, per_tensor: bool) -> Float32:
     """Return the largest number of each group, 0 or more, NaN or infinite where a member is."""
-    batch, heads, length, _ = values.shape
     if per_tensor:
         return np.full((1, 1, 1), values.max(initial=np.float32(0)), np.float32)
-    rows = np.maximum(values.max(axis=-1), np.float32(0))
-    if length == 0:
-        return np.zeros((batch, heads, group_count(0, group)), np.float32)
-    starts = np.arange(0, length, min(group, length))
-    return np.asarray(np.maximum.reduceat(rows, starts, axis=-1))
+    return _largest(values.max(axis=-1), group)

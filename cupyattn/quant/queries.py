@@ -1,7 +1,8 @@
-"""Other queries for keys and values that are codes already, as `QuantizedQKV.with_q` takes them.
+"""Quantise other queries for existing codes of keys and values, for `QuantizedQKV.with_q`.
 
-Codes are made by an operation, which stands below this package: `cupyattn.ops.quantize` gives the
-record that method when it is imported. Public names of the record import it first.
+The method needs `cupyattn.ops.quantize`, which imports this package and so cannot be imported
+here. That module adds the method to the record when it is imported. Public names of the record
+import it first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cupyattn.arrays.memory import on_device_of
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.quant.config import QuantConfig
 
-#: Keywords of `QuantizedQKV.with_q`: where and how queries are quantised.
+#: Keywords of `QuantizedQKV.with_q`, which say where and how queries are quantised.
 OPTIONS = (
     "backend", "cu_seqlens_q", "max_len_q", "rope", "rope_interleaved", "rope_offset_q", "qk_norm",
     "qk_norm_eps",
@@ -42,7 +43,7 @@ def of_call(
     Returns
     -------
     arguments : dict
-        Of `cupyattn.quantize`: these queries, no keys.
+        Arguments of `cupyattn.quantize` for these queries, without keys.
     as_given : callable
         Turns a result into the kind of array that q is.
 
@@ -85,7 +86,7 @@ def of_call(
 
 
 def with_codes(z: Any, coded: Any, as_given: Callable[[Any], Any]) -> Any:
-    """Return a `QuantizedQKV` with the queries of another, which become results by `as_given`."""
+    """Return a `QuantizedQKV` with another's queries; `as_given` converts its results."""
     of_q = {name: getattr(coded, name) for name in _OF_Q}
     return replace(z, as_given=as_given, has_queries=True, **of_q)
 
@@ -107,7 +108,7 @@ def _check(z: Any, rows: Any) -> None:
         )
     if rows.dtype.name != z.out_dtype:
         raise TypeError(
-            f"q must be {z.out_dtype}, the type of what was quantised, got {rows.dtype.name}"
+            f"q must be {z.out_dtype}, the type of the quantised arrays, got {rows.dtype.name}"
         )
 
 
@@ -122,7 +123,7 @@ def _packed_as_before(z: Any, rows: Any) -> dict[str, Any]:
 
 
 def of_queries(quant: QuantConfig) -> QuantConfig:
-    """Return how Q is quantised, with the least work for K and V.
+    """Return a configuration that quantises Q unchanged, with the least work for K and V.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Rotation of channels by Hadamard matrices, which spreads outlier channels over their group.
+"""Rotate channels by Hadamard matrices, which spreads outlier channels over their group.
 
 The rows of x and of its weight are rotated alike, so ``x W^T`` is unchanged. The largest magnitude
-of a row of x becomes as small as in normal numbers. A group of n channels consists of n / 8 runs of
-eight neighbours, evenly spread over the row. One large head or half of a row then reaches every
-group.
+of a row of x becomes as small as for normally distributed numbers. A group of n channels consists
+of n / 8 runs of eight neighbours, evenly spread over the row. One large head or half of a row then
+reaches every group.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from cupyattn.arrays.kinds import Array, array_namespace, as_float64
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.row_teams import RUN
 
-#: What may be said of a rotation in front of a product: none, or by Hadamard matrices.
+#: Values of ``rotate`` before a product: none, or by Hadamard matrices.
 ROTATIONS = (None, "hadamard")
-#: Groups of neighbouring channels, as other libraries have them in their files. A layer then moves
+#: Rotation in groups of neighbouring channels, as in other libraries' files. A layer then moves
 #: the channels of its input (`spread`) before it is rotated.
 CONTIGUOUS = "hadamard_contiguous"
-#: What may be said of the rotation of a layer's weight.
+#: Values of ``rotate`` for a layer's weight.
 LAYER_ROTATIONS = (*ROTATIONS, CONTIGUOUS)
-#: Sizes of groups, the largest first. Of 64 and 256 the matrix is regular: signs aside, all of its
-#: rows have one sum.
+#: Sizes of groups, the largest first. The matrices of 64 and 256 are regular: all their rows have
+#: the same sum, except for the sign.
 GROUPS = (256, 128, 64)
 
 
 def group_of(channels: int) -> int:
-    """Return how many channels a group has: the largest of `GROUPS` that divides the row.
+    """Return the number of channels of a group: the largest of `GROUPS` that divides the row.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def group_of(channels: int) -> int:
 
 
 def check_rotation(rotate: str | None, channels: int, strategy: str) -> None:
-    """Raise unless the weight of a layer may be rotated so.
+    """Raise unless a layer's weight may be rotated in this way.
 
     Raises
     ------
@@ -70,17 +70,17 @@ def check_by_row(rotate: str, strategy: str) -> None:
     if strategy == "block":
         raise UnsupportedError(
             f"rotate={rotate!r} goes with strategy='channel', got strategy={strategy!r}: rotated "
-            "rows have no outliers for blocks to hold apart"
+            "rows have no outliers that blocks could separate"
         )
 
 
 def rotation_of(rotate: str | None, channels: int) -> str | None:
-    """Return how a weight is rotated where that is wanted: not at all if no group divides it."""
+    """Return the rotation of a weight if one is requested; None if no group divides the row."""
     return rotate if channels and channels % GROUPS[-1] == 0 else None
 
 
 def unit_of(group: int) -> np.float32:
-    """Return what a rotated row is multiplied by to keep its length, in float32.
+    """Return the float32 factor that keeps the length of a rotated row.
 
     Examples
     --------
@@ -91,7 +91,7 @@ def unit_of(group: int) -> np.float32:
 
 
 def turned(x: Array, group: int) -> Array:
-    """Return rows times the matrix of signs: √group times the rotation, in the type of x.
+    """Return rows times the matrix of signs, √group times the rotation, in the type of x.
 
     Parameters
     ----------
@@ -101,9 +101,9 @@ def turned(x: Array, group: int) -> Array:
 
     Notes
     -----
-    Numbers get their signs, then butterflies ``x + y``, ``x - y`` of pairs whose places in the
-    group differ in one bit, from the lowest bit on. Channel c has the place
-    ``8 (c // s) + c % 8`` in its group, where ``s = 8 channels / group``.
+    Numbers get their signs. Then butterflies ``x + y``, ``x - y`` combine pairs whose
+    places in the group differ in one bit, from the lowest bit on. Channel c has the place ``8 (c
+    // s) + c % 8`` in its group, where ``s = 8 channels / group``.
     """
     rows, channels = x.shape
     parts = group // RUN
@@ -120,15 +120,15 @@ def turned(x: Array, group: int) -> Array:
 def rotated(x: Array, rotate: str = "hadamard") -> Array:
     """Rotate the last axis of an array as ``norm_quant(..., rotate="hadamard")`` does, exactly.
 
-    A weight that is to meet rotated activations is rotated so before it is quantised.
+    Rotate a weight like this before it is quantised, if its activations are rotated.
 
     Parameters
     ----------
     x : array, (..., channels), float16, bfloat16, float32 or float64
         A multiple of 64 channels. NumPy, CuPy, or anything with DLPack.
     rotate : {"hadamard", "hadamard_contiguous"}
-        Groups are spread over the row, or consist of neighbouring channels, whose rotated numbers
-        are spread then.
+        Groups are spread over the row. Or they consist of neighbouring channels, whose rotated
+        numbers are then spread.
 
     Returns
     -------
@@ -161,7 +161,7 @@ def rotated(x: Array, rotate: str = "hadamard") -> Array:
 
 
 def arranged(x: Array, rotate: str | None) -> Array:
-    """Return rows whose channels lie as a rotation of spread groups expects them."""
+    """Return rows with channels in the order that a rotation of spread groups expects."""
     return spread(x) if rotate == CONTIGUOUS else x
 
 
@@ -175,7 +175,7 @@ def spread(x: Array) -> Array:
     Returns
     -------
     array or Tensor
-        Of the same shape; a copy, if there are several groups.
+        Same shape; a copy if there are several groups.
 
     Examples
     --------
@@ -191,7 +191,7 @@ def gathered(x: Array) -> Array:
 
 
 def matrix(places: Array) -> Array:
-    """Return the rotation of a group, up to its unit: rows times this are rotated.
+    """Return the matrix that rotates the rows of a group, except for its unit.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def matrix(places: Array) -> Array:
 
 
 def marker(rotate: str, channels: int) -> tuple[int, int]:
-    """Return what files say of a rotation: channels of a group, and how many of them are adjacent.
+    """Return the record of a rotation in files: channels of a group, and how many are adjacent.
 
     Examples
     --------
@@ -249,7 +249,7 @@ def unrotated(w: Array, rotate: str, signs: Array) -> Array:
 
 
 def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
-    """Return the sign of each channel, which an odd number of digits 3, in base 4, makes minus."""
+    """Return the signs of channels: minus if the number has an odd count of digits 3 in base 4."""
     span = RUN * channels // group
     channel = np.arange(channels)
     place = channel // span * RUN + channel % RUN
@@ -261,7 +261,7 @@ def _signs(channels: int, group: int) -> npt.NDArray[np.float32]:
 
 
 def _exchanged(x: Array, runs: int, *, back: bool) -> Array:
-    """Exchange the order of groups and of the runs of a group, along the last axis."""
+    """Swap the order of groups and of runs within groups, along the last axis."""
     groups = x.shape[-1] // (runs * RUN)
     axes = (runs, groups) if back else (groups, runs)
     parts = x.reshape(*x.shape[:-1], *axes, RUN)
@@ -269,7 +269,7 @@ def _exchanged(x: Array, runs: int, *, back: bool) -> Array:
 
 
 def _butterflies(x: Array, axis: int, bit: int) -> Array:
-    """Return sums and differences of numbers whose places along an axis differ in a bit."""
+    """Return sums and differences of pairs whose places along an axis differ in one bit."""
     shape, xp = x.shape, array_namespace(x)
     pairs = x.reshape(*shape[:axis], shape[axis] // (2 * bit), 2, bit, *shape[axis + 1 :])
     first, second = xp.moveaxis(pairs, axis + 1, 0)

@@ -1,10 +1,10 @@
-"""What happens to a row in front of a product, before it is quantised."""
+"""Operations on a row before it is quantised for a product."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: What may come first: nothing, or the division of a row by its deviation or root mean square.
+#: Choices for the first step: none, or division of a row by its deviation or root mean square.
 NORMS = (None, "layer", "rms")
 
 

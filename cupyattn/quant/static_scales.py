@@ -1,4 +1,4 @@
-"""Scales that are known before the operands: their shapes, and arrays of them."""
+"""Scales that are given before the operands: their shapes and arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupyattn.quant.quantizers import group_count
 
 
 def check_packed_quant(quant: QuantConfig) -> None:
-    """Raise UnsupportedError unless entries of different lengths can be quantised so."""
+    """Raise UnsupportedError unless entries of different lengths can have such scales."""
     granularities = quant.granularity_q, quant.granularity_k
     if quant.static and not {*granularities} <= {"tensor", "head"}:
         raise UnsupportedError(
@@ -47,7 +47,7 @@ def check_static_scales(
     ValueError
         If a shape does not fit the operand.
     UnsupportedError
-        If zero points were to go with them.
+        For given scales with zero points.
     """
     if quant.zero_points:
         raise UnsupportedError(
@@ -69,7 +69,7 @@ def check_static_scales(
 def wanted_scales(
     quant: QuantConfig, q: tuple[int, ...], k: tuple[int, ...], tiles: Tiles, sequences: int | None
 ) -> Iterator[tuple[str, Any, tuple[int, int, int]]]:
-    """Yield for Q and K the name, the scales that are given, and the shape of dynamic ones.
+    """Yield for Q and K the name, the given scales, and the shape that dynamic scales would have.
 
     None stands for scales of queries that will be given later.
     """
@@ -160,7 +160,7 @@ def described_scales(
     found = {}
     for name, given, wanted in wanted_scales(quant, *shapes, tiles, sequences):
         x = arrays[f"{name}_static_scale"]
-        if given is None:  # of queries that are yet to come
+        if given is None:  # of queries that are given later
             x, wanted = x.filled(1.0, (1, 1, wanted[2])), (1, 1, wanted[2])
         wanted = (max(wanted[0], entries), *wanted[1:])
         x = x if x.shape == wanted else x.broadcast_to(wanted)

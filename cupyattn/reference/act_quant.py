@@ -1,4 +1,4 @@
-"""How activations become INT8 codes, with a scale for 128 channels of a row or for all of it."""
+"""Quantise activations to INT8, with a scale for 128 channels of a row or for the whole row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupyattn.quant.quantizers import scale_of_absmax
 def quantize_rows(
     x: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
 ) -> tuple[Array, Array]:
-    """Do what `cupyattn.act_quant` does, with the functions of the array's library."""
+    """Compute `cupyattn.act_quant` with the functions of the array's library."""
     check_values("x", x, least_axes=1)
     check_block_size(block_size)
     xp = array_namespace(x)

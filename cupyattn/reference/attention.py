@@ -1,4 +1,4 @@
-"""How the kernels compute attention: the same blocks, rounded at the same points, on NumPy.
+"""The mirror of the attention kernels on NumPy: the same blocks, rounded at the same points.
 
 `attention_mirror` follows the kernels' steps S0 to S6 and rounds at the points R2 to R7 that a
 `cupyattn.kernels.numerics.Numerics` record names. It mirrors rounding points and block order, not
@@ -70,7 +70,7 @@ def attention_mirror(
     q : (batch, heads, len_q, head_dim) array or QuantizedQKV
         float16, bfloat16 or float32. Quantised operands hold all three: k and v stay None.
     k, v : (batch, heads_kv, len_kv, head_dim) array
-        Of q's type.
+        Same type as q.
     variant : str
         The rung to mirror; it gives `numerics` and `tiles` where they are not given.
     tiles : Tiles, optional
@@ -165,7 +165,7 @@ def run_kernel(
     -------
     o, lse : array
     steps : list of Step
-        Of a kernel with P and V in 8 bits always, of others with `trace`.
+        Steps of a kernel with P and V in 8 bits; of other kernels with `trace`.
     """
     kernel, options, quantized = received.kernel, received.scores, received.quantized
     if quantized is None:
@@ -234,7 +234,7 @@ def _scaled(O: Float32, state: RowState, quantized: Quantized) -> Float32:
 def _slices(
     scores: Scores, V: Float32, n: Numerics, kernel: Kernel, steps: list[Step] | None
 ) -> tuple[Float32, RowState]:
-    """The split form: the slices of a block meet, then what blocks came to."""
+    """The split form: merge the slices of a block, then the blocks' results."""
     cut = kernel.cut
     found = [_over_keys(scores, V, n, kernel.tiles, steps, keys) for keys in cut.ranges()]
     many = cut.block_slices
@@ -315,7 +315,7 @@ def _whole_rows(
     P = round_to(P, n.p_type)  # R5
     finite = np.isfinite(V) | (scores.scoring.kept is None)
     O = P @ np.where(finite, V, np.float32(0))  # S5 output, R6
-    if not finite.all():  # what stands in dropped blocks is not read
+    if not finite.all():  # dropped blocks are not read
         for kv0 in range(0, V.shape[-2], tiles.block_kv):
             keys = slice(kv0, kv0 + tiles.block_kv)
             spoilt = np.where(finite, np.float32(0), V)[..., keys, :]

@@ -108,7 +108,7 @@ def blocks_of(
     options: Mapping[str, Any],
     rows: Array | None,
 ) -> Iterator[ScoreBlock]:
-    """Yield what `score_blocks` says."""
+    """Yield the blocks of `score_blocks`."""
     q, k, v = operands(q=q, k=k, v=v)
     xp = array_namespace(q, k, v)
     _, _, heads_kv, len_q, len_kv, head_dim = check_shapes(q.shape, k.shape, v.shape)
@@ -233,9 +233,9 @@ def attention_exact(
     TypeError
         If the arrays are not all NumPy's or all CuPy's.
     ValueError
-        If shapes disagree, or an option is not one of those above.
+        If shapes disagree, or an option is none of the above.
     UnsupportedError
-        If v has a head_dim of its own, or head_dim is more than 256.
+        If v has another head_dim than k, or head_dim is more than 256.
 
     Notes
     -----

@@ -87,7 +87,7 @@ def product_operands(
 
 
 def sum_operands(residual: Array | None, gate: Array | None) -> tuple[Any, Any]:
-    """Return what a product is added to and its factors as `product_operands` does."""
+    """Return the addend of a product and its factors, as `product_operands` does."""
     if gate is not None and residual is None:
         raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
     residual, gate = operands(residual=residual, gate=gate)
@@ -99,7 +99,7 @@ def gemm_exact(
     activation: str = "", outliers: tuple[Array, Array] | None = None,
     residual: Array | None = None, gate: Array | None = None,
 ) -> Float64:  # fmt: skip
-    """Return the product of what codes stand for, in float64.
+    """Return the product of the numbers behind the codes, in float64.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How rows become codes in front of a product: what they stand for, and as the kernel rounds."""
+"""Quantise rows before a product: the exact definition, and the mirror of the kernel."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Vectors(NamedTuple):
 
 
 def norm_quant_exact(x: Array, steps: RowSteps, vectors: Vectors) -> Float64:
-    """Return what the codes of `norm_quant_mirror` stand for, in float64.
+    """Return the numbers behind the codes of `norm_quant_mirror`, in float64.
 
     Parameters
     ----------

@@ -33,7 +33,7 @@ class Scores:
     exponent_factor: np.float32  # times S gives log2 units
     subtracts_first: bool
     scoring: Scoring
-    unit: float = 0.0  # of natural scores in those of S, where softcap and bias know no other
+    unit: float = 0.0  # of S per natural score, the unit of softcap and bias
     listed_rows: int = 0  # of a tile that takes the steps in which the mask admits a key; 0: all
 
     @property
@@ -60,7 +60,7 @@ class Scores:
         return cast(Float32, self.scoring.select(S, EVERYWHERE, rows, keys))
 
     def slope(self, kv0: int, kv1: int) -> Float32:
-        """How fast the scores of these keys rise with scale q.k: 1 but for a softcap."""
+        """Slope of these keys' scores with respect to scale q.k: 1 except with a softcap."""
         if not self.scoring.softcap or self.row_factor is None:
             return np.ones(1, np.float32)
         x = self.Q @ self.K[..., kv0:kv1, :].swapaxes(-1, -2) * self.row_factor

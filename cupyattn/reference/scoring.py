@@ -57,7 +57,7 @@ class Scoring:
     def of(cls, q: Array, k: Array, options: Mapping[str, Any]) -> Scoring:
         """Check the options of a call on arrays (batch, heads, len, head_dim).
 
-        They are those of `cupyattn.problem.settings.Settings.scores`.
+        They equal `cupyattn.problem.settings.Settings.scores`.
         """
         shape = (*q.shape[:3], k.shape[2])
         block_mask = options["block_mask"]

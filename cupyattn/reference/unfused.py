@@ -1,4 +1,4 @@
-"""How the three kernels of the unfused rung compute: each step of attention by itself, on NumPy."""
+"""The mirror of the three kernels of the unfused rung: each step of attention alone, on NumPy."""
 
 # ruff: noqa: E741  (O is the paper's letter)
 

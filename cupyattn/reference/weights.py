@@ -1,4 +1,4 @@
-"""How weights become INT8 codes, a scale for 128 x 128 of them or an output channel, and back."""
+"""Quantise weights to INT8, with scales of 128 x 128 blocks or of output channels, and back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cupyattn.reference.act_quant import quantize_rows
 def quantize_blocks(
     w: Array, block_size: int = BLOCK_SIZE, strategy: str = "block"
 ) -> tuple[Array, Array]:
-    """Do what `cupyattn.weight_quant` does, with the functions of the array's library."""
+    """Compute `cupyattn.weight_quant` with the functions of the array's library."""
     check_values("w", w, least_axes=2)
     check_block_size(block_size)
     xp = array_namespace(w)
@@ -94,7 +94,7 @@ def dequantize_blocks(
     out_dtype: str = "float32",
     strategy: str = "block",
 ) -> Array:
-    """Do what `cupyattn.weight_dequant` does, with the functions of the arrays' library."""
+    """Compute `cupyattn.weight_dequant` with the functions of the arrays' library."""
     check_block_size(block_size)
     check_out_dtype(out_dtype)
     check_codes(codes, scales, block_size, strategy)

@@ -26,7 +26,7 @@ _MAX_ENCODED = 4096
 class ReadyLaunch:
     """One launch on one device: compiled, loaded, its parameters laid out but for addresses.
 
-    ``buffers`` names what it needs the addresses of, in the order in which it takes them.
+    ``buffers`` names the arrays whose addresses the kernel needs, in the kernel's order.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class ReadyLaunch:
         self.buffers = (*(name for _, name in pointers), *(m.buffer for _, m in self._maps))
 
     def _buffer(self) -> tuple[memoryview[int], int, list[int]]:
-        """Return this thread's parameters as words, their address, and what their maps describe."""
+        """Return this thread's parameters as words, their address, and the arrays of their maps."""
         import cupy
 
         # NOTE: the driver launches in the context of the thread, which a new one does not have.
@@ -101,7 +101,7 @@ class ReadyLaunch:
         Parameters
         ----------
         addresses : sequence of int
-            Of ``buffers``.
+            Addresses of ``buffers``.
         stream : int
             Handle.
 

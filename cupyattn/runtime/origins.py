@@ -14,7 +14,7 @@ import numpy as np
 
 from cupyattn.arrays.memory import data_address
 
-#: In reports, by the names of backends.
+#: Names in reports, by backend.
 WORDS = {"cuda": "device", "interpret": "interpreter", "mirror": "mirror"}
 
 #: Owners of memory that is still held, by its address. For each, the end and the backend of every

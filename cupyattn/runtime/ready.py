@@ -63,7 +63,7 @@ class Conversion(NamedTuple):
 
 
 def address_selector(names: Sequence[str]) -> AddressSelector:
-    """Return what takes the addresses of these buffers."""
+    """Return a function that selects the addresses of these buffers."""
     if len(names) > 1:
         return operator.itemgetter(*names)
     return lambda addresses: tuple([addresses[name] for name in names])
@@ -289,7 +289,7 @@ class Ready:
         Parameters
         ----------
         addresses : mapping of str to int
-            Of operands and results.
+            Addresses of operands and results.
         scratch, stream : int
             Address of `scratch_bytes`, a multiple of `Layout.ALIGNMENT`; a stream's handle.
 
@@ -324,7 +324,7 @@ class Ready:
         return address_selector([name for name in names if name not in self.layout.offsets])
 
     def enqueue(self, addresses: Mapping[str, int], scratch: int, stream: int) -> None:
-        """Do what `launch` does, kernel by kernel."""
+        """Launch kernel by kernel, as `launch` does."""
         layout, runtime = self.layout, self._runtime
         if layout.zeros:
             runtime.memsetAsync(scratch, 0, layout.zeros, stream)

@@ -1,4 +1,4 @@
-"""Calls that were made last, of every operation, found by what they depend on.
+"""Recent calls of every operation, found by the facts on which they depend.
 
 Checks, plans and the layout of parameters depend only on settings and on the forms of arrays, so a
 known call does not repeat them.
@@ -31,12 +31,12 @@ class Recent:
         return len(self._kept)
 
     def find(self, facts: tuple[Any, ...], forms: Any) -> tuple[Any, Any]:
-        """Return the key of a call, and what was remembered under it.
+        """Return the key of a call, and the value remembered under it.
 
         Parameters
         ----------
         facts : tuple
-            Name and settings of the call, and what else it depends on.
+            Name and settings of the call, and everything else on which it depends.
         forms : tuple or None
             Of its arrays (`cupyattn.arrays.form.forms_of`), or of its tensors; None where these
             have no form.

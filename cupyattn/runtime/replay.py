@@ -25,9 +25,9 @@ from cupyattn.errors import KernelLaunchError
 #: Launches in the graphs of one thread on one device. Each takes some 64 KiB of the device, so all
 #: of them 256 MiB. A pass of a whole diffusion transformer has some hundreds, of one to four each.
 MAX_LAUNCHES = 4096
-#: How far back a thread looks, in calls. A call that came once is remembered for so many other
-#: calls. A graph that was launched among so many keeps its place. So calls in turns, more than
-#: there are places, are not recorded again each time.
+#: Number of calls that a thread looks back. A call that came once is remembered for that many other
+#: calls. A graph that was launched among them keeps its place. So if more calls take turns than
+#: there are places, they are not recorded again each time.
 HORIZON = 8192
 #: Number of graphs among which a call without a place chooses one to free.
 _LOOKS = 8

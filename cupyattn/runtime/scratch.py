@@ -76,7 +76,7 @@ class Memory:
 
 @contextlib.contextmanager
 def explaining_memory_errors(memory: Memory, *, on_device: bool) -> Iterator[None]:
-    """Turn a MemoryError into one that says how much is needed, and what takes most of it.
+    """Turn a MemoryError into one that names the needed bytes, and the largest part of them.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Tensor maps: how the Hopper copy engine is told where an array lies.
+"""Tensor maps, which describe the place of an array to the Hopper copy engine.
 
 `cuTensorMapEncodeTiled` is a function of the driver, reached by ctypes; its result is 128 bytes
 that a kernel takes by value.
@@ -46,7 +46,7 @@ def encode(
     Parameters
     ----------
     address : int
-        Of its first element, a multiple of 16.
+        Address of its first element, a multiple of 16.
     dtype : {"float16", "bfloat16", "float32", "int8"}
     shape : tuple of int
         Extents, slowest axis first.
@@ -82,7 +82,7 @@ def encode(
         ctypes.c_int(0),  # not interleaved
         ctypes.c_int(_SWIZZLE_128B),
         ctypes.c_int(_L2_PROMOTION_256B),
-        ctypes.c_int(0),  # what lies outside the array arrives as zeros
+        ctypes.c_int(0),  # elements outside the array arrive as zeros
     )
     if status != 0:
         raise KernelLaunchError(

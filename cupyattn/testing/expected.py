@@ -16,7 +16,7 @@ from cupyattn.arrays.kinds import Array, array_namespace, as_float64
 from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.codes import Prediction
-from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.bounds.perturbation import ratio_to_bound, worst_of
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.attention import KernelCall
 from cupyattn.problem.checks import check_scale
@@ -225,12 +225,3 @@ def mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Ar
     sigma = check_scale(scale, q.shape[-1])
     mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)
     return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)
-
-
-def worst_of(ratio: Array) -> tuple[float, tuple[int, ...]]:
-    """Return the largest ratio and its index, or 0 for an empty array."""
-    if ratio.size == 0:
-        return 0.0, ()
-    index = np.unravel_index(int(ratio.argmax()), ratio.shape)
-    at = tuple(int(i) for i in index)
-    return float(ratio[at]), at

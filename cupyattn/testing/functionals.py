@@ -16,6 +16,7 @@ from cupyattn.arrays.groups import split_heads
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.kernel import taken_by
+from cupyattn.bounds.perturbation import worst_of
 from cupyattn.bounds.rows import FLUSHED_WEIGHT
 from cupyattn.bounds.scores import REFERENCE
 from cupyattn.bounds.signed import WeightErrors, weight_errors
@@ -71,7 +72,7 @@ def sums_over_channels(
     residual : (batch, heads, len(rows), head_dim) array
         Output less exact attention, float64.
     bound : Bound
-        Of these rows.
+        Bound of these rows.
     rows : 1-D integer array
     numerics : Numerics, optional
         As for `cupyattn.bounds.attention`.
@@ -95,15 +96,13 @@ def sums_over_channels(
             continue
         part = _Part.of(block, error, total, certain, weight_errors(block, shared))
         for name, first_key, ratio in part.ratios():
-            if ratio.size == 0:
-                continue
-            at = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
-            if name not in worst or float(ratio[at]) > worst[name].ratio:
+            most, at = worst_of(ratio)
+            if at and (name not in worst or most > worst[name].ratio):
                 places = [np.arange(n)[s] for n, s in zip(error.shape, block.index, strict=False)]
                 batch, head, member, row = (int(p[i]) for p, i in zip(places, at, strict=False))
                 where = (batch, head * group + member, int(rows[row]))
                 key = (at[4],) if len(at) == 5 else first_key
-                worst[name] = FunctionalRatio(name, float(ratio[at]), (*where, *key))
+                worst[name] = FunctionalRatio(name, most, (*where, *key))
     return tuple(worst.values())
 
 

@@ -11,7 +11,7 @@ from cupyattn.arrays.kinds import Array, array_namespace, as_float64, check_valu
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds import quantised
 from cupyattn.bounds.bound import widest
-from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.bounds.perturbation import ratio_to_bound, worst_of
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.attention import KernelCall
@@ -23,7 +23,6 @@ from cupyattn.testing.expected import (
     expectation,
     operands_of,
     options_of_exact,
-    worst_of,
 )
 from cupyattn.testing.functionals import FunctionalRatio, sums_over_channels
 from cupyattn.testing.parts import Part

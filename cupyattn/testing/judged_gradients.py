@@ -9,7 +9,7 @@ from typing import Any
 from cupyattn.arrays.interchange import on_host, taken
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.errors import shown
-from cupyattn.gradients.bounds import GradientBounds
+from cupyattn.gradients.block_sums import GradientBounds
 from cupyattn.gradients.exact import Gradients, GradientsWithBias, backward_exact
 from cupyattn.gradients.foreign import backward_bound_foreign
 from cupyattn.gradients.judge import GradientReport, GradientShare, report_of

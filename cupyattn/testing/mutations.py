@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -141,10 +142,30 @@ _NO_CODE = re.compile(
 )
 
 
+#: The two operands of PTX instructions that give the same, whichever of them is first.
+_SYMMETRIC = re.compile(
+    r"(?P<before>^\s*(?:@\S+\s+)?(?:(?:add|mul|fma|mad|min|max|and|or|xor)\.|setp\.(?:eq|ne)\.)"
+    rf"[\w.]*\s+[%\w|]+, )(?P<a>{_REGISTER}), (?P<b>{_REGISTER})",
+    re.MULTILINE,
+)
+
+
+#: A constant in global memory, which NVRTC writes for every one that a source names.
+_CONSTANT = re.compile(r"^\.global \.align \d+ \.\w+ (?P<name>\w+) = .*\n", re.MULTILINE)
+
+
 def machine_code(ptx: str) -> str:
-    """Return PTX without names of files, lines and debug sections."""
+    """Return PTX without names of files, lines, debug sections and the blocks wanted of an SM.
+
+    Constants that no instruction reads are left out, too. Operands of a sum, a product or another
+    symmetric instruction are sorted: codes that differ in their order alone do the same.
+    """
     lines = ptx.partition(".section")[0].splitlines()
-    return "\n".join(line for line in lines if not re.match(r"\s*(\.file|\.loc|//|\$L__)", line))
+    left_out = re.compile(r"\s*(?:\.file|\.loc|//|\$L__|\.minnctapersm)")
+    text = "\n".join(line for line in lines if not left_out.match(line))
+    words = Counter(re.findall(r"\w+", text))
+    text = _CONSTANT.sub(lambda m: m[0] if words[m["name"]] > 1 else "", text)
+    return _SYMMETRIC.sub(lambda m: m["before"] + ", ".join(sorted((m["a"], m["b"]))), text)
 
 
 def _blanked(source: str, *, strings: bool) -> str:

@@ -11,7 +11,7 @@ from cupyattn.testing.signed import SignedRatio
 
 #: Words for an output without a record of its call. For example, JAX copies a kernel's output.
 UNKNOWN_ORIGIN = (
-    "not known, as no record of it goes with o (a copy, or of a plan or another library)"
+    "unknown, because o has no record of it (a copy, or from a plan or another library)"
 )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import Array, array_namespace, as_float64
-from cupyattn.bounds.perturbation import ratio_to_bound
+from cupyattn.bounds.perturbation import ratio_to_bound, worst_of
 from cupyattn.bounds.signed import FAILURE, signed_bound
 from cupyattn.kernels.numerics import Numerics
 from cupyattn.problem.attention import KernelCall
@@ -132,13 +132,8 @@ def judge_signed(
             signed, rows=rows, elements=draws * expected.size, numerics=numerics
         ).total
         value = as_float64(o[:, :, rows])
-        ratio = ratio_to_bound(value, expected, bound)
-        if ratio.size == 0:
-            continue
-        at = tuple(int(i) for i in np.unravel_index(int(ratio.argmax()), ratio.shape))
-        if worst.index == () or float(ratio[at]) > worst.ratio:
+        most, at = worst_of(ratio_to_bound(value, expected, bound))
+        if at and (worst.index == () or most > worst.ratio):
             where = (draw, at[0], at[1], int(rows[at[2]]), at[3])
-            worst = SignedRatio(
-                float(ratio[at]), where, float(value[at]), float(expected[at]), float(bound[at])
-            )
+            worst = SignedRatio(most, where, *(float(x[at]) for x in (value, expected, bound)))
     return worst

@@ -1,4 +1,4 @@
-"""What experiments judge and time: cells, each a rung or a peer, on problems.
+"""Cells that experiments judge and time, each a rung or a peer on a problem.
 
 An experiment names its cells and how to run one. Here each cell is first held to its error bound;
 one that misses it has no time. Compared cells take turns in one run, round by round, on inputs that
@@ -232,6 +232,7 @@ def measure_problem(
     baseline: str | None = None,
     inputs: tuple[Any, ...] | None = None,
     in_graphs: bool = False,
+    entries: int | None = None,
 ) -> dict[str, Any]:
     """Judge every cell of a problem, then time the cells that hold their bound, in turns.
 
@@ -249,6 +250,8 @@ def measure_problem(
         Q, K and V where they lie; drawn when omitted.
     in_graphs : bool
         Time CUDA graphs of the calls (`experiments._harness.graphs`); the record says so.
+    entries : int, optional
+        Batch entries that are judged at a time, for problems whose float64 would not fit.
 
     Returns
     -------
@@ -257,7 +260,7 @@ def measure_problem(
     """
     if inputs is None:
         inputs = problem.draw(on_device=on_device)
-    found = judge_problem(problem, cells, inputs)
+    found = judge_problem(problem, cells, inputs, entries)
     if on_device:
         time_cells(problem, cells, found["rows"], inputs, rounds, baseline, in_graphs)
         found["in_graphs"] = in_graphs
@@ -265,57 +268,96 @@ def measure_problem(
 
 
 def judge_problem(
-    problem: Problem, cells: Sequence[Cell], inputs: tuple[Any, ...]
+    problem: Problem, cells: Sequence[Cell], inputs: tuple[Any, ...], entries: int | None = None
 ) -> dict[str, Any]:
     """Return what `measure_problem` does, without times; on a device if the inputs are there."""
     xp = array_namespace(inputs[0])
+    step = entries or max(problem.batch, 1)
+    firsts = range(0, max(problem.batch, 1), step)
+    parts = [tuple(x[first : first + step] for x in inputs) for first in firsts]
     judged_rows = xp.asarray(rungs.judged_rows(problem.call, problem.seed))
     exact = rungs.remembered()
     return {
         "problem": vars(problem) | {"name": problem.name},
         "judged_rows": int(judged_rows.size),
         "rows": [
-            judge_cell(problem, cell, inputs, rows=judged_rows, exact=exact) for cell in cells
+            judge_cell(problem, cell, inputs, parts, rows=judged_rows, exact=exact)
+            for cell in cells
         ],
     }
 
 
 def judge_cell(
-    problem: Problem, cell: Cell, inputs: tuple[Any, ...], **options: Any
+    problem: Problem,
+    cell: Cell,
+    inputs: tuple[Any, ...],
+    parts: Sequence[tuple[Any, ...]] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Return the row of a cell with its judgement; ``unsupported`` says why there is none."""
+    """Return the row of a cell with its judgement; ``unsupported`` says why there is none.
+
+    `parts` are the inputs of one entry of the batch after the other. The whole output is judged by
+    part, and the row has the worst of each number.
+    """
     row: dict[str, Any] = {
         "variant": cell.name, "rung": cell.variant, "peer": cell.peer,
         "operations": problem.operations, "judgement": None, **cell.facts,
     }  # fmt: skip
     q, k, v = inputs
-    operands = None
-    if cell.tolerance is None and ladder.lookup(cell.variant).family == "int8":
-        (operands,) = quantized(cell.tiles, cell.quant, cell.arch)(q, k, v)
     try:
         result = cell.run(*cell.prepare(q, k, v))
         o = _like(q, result if cell.read is None else cell.read(result))
     except REFUSALS as error:
         return row | {"unsupported": reason(error)}
+    form: dict[str, Any] = {}
+    if cell.tolerance is None and not cell.peer:  # a peer is held to the portable form's bound
+        form = kernel_form(
+            *(_codes(cell, inputs) or inputs), variant=cell.variant, causal=problem.causal,
+            tiles=cell.tiles, arch=cell.arch,
+        )  # fmt: skip
+    found: list[rungs.Judgement] = []
+    first = 0
+    for part in parts or (inputs,):
+        whole = o[first : first + len(part[0])]
+        found.append(_judge_part(problem, cell, whole, part, form, **options))
+        first += len(part[0])
+    quantisation = [one.j3 for one in found if one.j3 is not None]
+    judged = rungs.Judgement(
+        max(one.j2 for one in found), max(quantisation, default=None),
+        max(one.relative_error for one in found),
+    )  # fmt: skip
+    made_by = {"form": form["form"], "tiles": vars(form["tiles"])} if form else {}
+    return row | made_by | {"judgement": vars(judged), "ok": judged.ok}
+
+
+def _codes(cell: Cell, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Quantise inputs as a cell of ``fa_int8`` does; of other rungs there are no codes."""
+    if ladder.lookup(cell.variant).family != "int8":
+        return ()
+    return quantized(cell.tiles, cell.quant, cell.arch)(*inputs)
+
+
+def _judge_part(
+    problem: Problem,
+    cell: Cell,
+    o: Any,
+    inputs: tuple[Any, ...],
+    form: Mapping[str, Any],
+    **options: Any,
+) -> rungs.Judgement:
+    """Judge the output of some inputs, by the bound of the form that made it."""
+    q, k, v = inputs
     if cell.tolerance is not None:
         exact, _ = options["exact"](
             q, k, v, rows=options["rows"], return_lse=True, causal=problem.causal
         )
         error = rungs.relative_error(kinds.as_float64(o[:, :, options["rows"]]), exact)
-        judged = rungs.Judgement(error / cell.tolerance, None, error)
-        return row | {"judgement": vars(judged), "ok": judged.ok}
-    form: dict[str, Any] = {}
-    if not cell.peer:  # a peer is held to the bound of the portable form
-        form = kernel_form(
-            *((q, k, v) if operands is None else (operands,)), variant=cell.variant,
-            causal=problem.causal, tiles=cell.tiles, arch=cell.arch,
-        )  # fmt: skip
-    judged = rungs.judge(
+        return rungs.Judgement(error / cell.tolerance, None, error)
+    (operands,) = _codes(cell, inputs) or (None,)
+    return rungs.judge(
         o, q, k, v, variant=cell.variant, quantized=operands, causal=problem.causal, **form,
         **options,
     )  # fmt: skip
-    made_by = {"form": form["form"], "tiles": vars(form["tiles"])} if form else {}
-    return row | made_by | {"judgement": vars(judged), "ok": judged.ok}
 
 
 def reason(error: Exception) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cupyattn.interpret import TensorMap
 from experiments._harness.foreign import Launcher, importing
 
-#: What Triton calls the types of NumPy.
+#: Triton's names of NumPy's types.
 TYPES = {
     "float16": "fp16", "float32": "fp32", "bfloat16": "bf16", "int8": "i8", "uint8": "u8",
     "int32": "i32", "int64": "i64",

@@ -19,7 +19,7 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Setup:
-    """How cases are drawn: what a case depends on beside its function and number."""
+    """Settings of the draw, on which a case depends beside its function and number."""
 
     seed: int = 0
     backend: str = "mirror"

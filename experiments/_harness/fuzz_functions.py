@@ -1,4 +1,4 @@
-"""What `experiments.accuracy.fuzz` calls, by name. The place in this table is part of a seed."""
+"""Functions that `experiments.accuracy.fuzz` calls. Their places in the table are part of seeds."""
 
 from __future__ import annotations
 

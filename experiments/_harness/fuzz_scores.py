@@ -55,7 +55,7 @@ def by_query_head(x: np.ndarray, heads: int) -> np.ndarray:
 
 @dataclass
 class Scoring:
-    """What becomes of the scores of a call, in float64."""
+    """Options that change the scores of a call, in float64."""
 
     scale: float
     softcap: float = 0.0
@@ -198,7 +198,7 @@ def draw_scoring(
 
 @dataclass
 class Turning:
-    """What becomes of the rows of Q and K before the scores, in float64."""
+    """Preparation of the rows of Q and K before the scores, in float64."""
 
     given: dict[str, Any]
     angles: tuple[np.ndarray, np.ndarray] | None = None

@@ -122,7 +122,7 @@ class BindingsNvrtc:
 
 #: kDLCPU, of DLPack.
 _HOST = 1
-#: As `cupyattn.interop.xla_ffi.Target`: (operands, results, attributes).
+#: Same type as `cupyattn.interop.xla_ffi.Target`: (operands, results, attributes).
 Target = Callable[[Sequence[Any], Sequence[Any], dict[str, str]], None]
 
 

@@ -47,9 +47,7 @@ def with_missing(record: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str
 
 
 def of_another_revision(record: Mapping[str, Any]) -> str:
-    """Return what to say behind a record's revision of what has another; often nothing.
-
-    That is whole problems, or the rungs that were measured again in them.
+    """Return text to put after a record's revision, on parts of another revision; often "".
 
     Examples
     --------
@@ -59,6 +57,14 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
     >>> again = {"rung": "fa_tc", "revision": "0a", "device": "H200"}
     >>> of_another_revision({"problems": [{"rows": [again, {"rung": "fa"}]}]})
     ', but fa_tc of revision 0a on H200'
+    """
+    return "".join(f", but {what} of revision {at}" for at, what in other_revisions(record).items())
+
+
+def other_revisions(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parts of a record that have another revision, by revision and device.
+
+    Parts are whole problems, or rungs that were measured again.
     """
     problems: dict[str, list[Mapping[str, Any]]] = {}
     rungs: dict[str, list[str]] = {}
@@ -79,8 +85,7 @@ def of_another_revision(record: Mapping[str, Any]) -> str:
             if (at := other(row)) and row["rung"] not in rungs.setdefault(at, []):
                 rungs[at].append(row["rung"])
     said = {at: _some_of(some, record) for at, some in problems.items()}
-    said |= {at: " and ".join(some) for at, some in rungs.items()}
-    return "".join(f", but {what} of revision {at}" for at, what in said.items())
+    return said | {at: " and ".join(some) for at, some in rungs.items()}
 
 
 def _some_of(some: Sequence[Mapping[str, Any]], record: Mapping[str, Any]) -> str:

@@ -116,10 +116,10 @@ def flash_attention_3_forward(
     """
     import torch
 
-    # q, k, v | k_new, v_new, q_v | out | ends of q, of k, of k_new | lengths used of q, of k
-    # | longest q, longest k | page table, batch indices, left padding | rotary cos, sin, lengths
-    # | scales of q, k, v | scale, causal, window, softcap | rotary interleaved
-    # | scheduler, splits, packing, SM margin, sink | context parallel
+    # q, k, v. k_new, v_new, q_v. out. Ends of q, of k, of k_new. Used lengths of q, of k.
+    # Longest q, longest k. Page table, batch indices, left padding. Rotary cos, sin, lengths.
+    # Scales of q, k, v. Scale, causal, window, softcap. Rotary interleaved.
+    # Scheduler, splits, packing, SM margin, sink. Context parallel.
     o, *_ = torch.ops._vllm_fa3_C.fwd(
         *operands, None, None, None, out, *ends, None, None, None,
         problem.length, problem.len_kv, None, None, None, None, None, None, *descale,

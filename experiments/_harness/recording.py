@@ -1,4 +1,4 @@
-"""What every experiment does around its measurement: the command line, the record and its tables.
+"""Code that all experiments share: the command line, the record and its tables.
 
 Device, clocks, versions, revision, seed and tiles go into the JSON. ``--quick`` runs the grid in
 small on the mirror, without a device and without times.

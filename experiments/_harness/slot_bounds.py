@@ -27,7 +27,7 @@ _ROUNDINGS = 8
 
 @dataclass(frozen=True)
 class Quantised:
-    """What an INT8 layer was made of, and how."""
+    """Source and settings of an INT8 layer."""
 
     weight: torch.Tensor
     strategy: str

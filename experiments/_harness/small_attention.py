@@ -14,6 +14,7 @@ import numpy as np
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.kernels import tile_pieces
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.explain import plans
 from cupyattn.testing import judge
@@ -56,7 +57,7 @@ OVERFLOWING = ca.QuantConfig(pv="int8"), ca.QuantConfig(pv="fp8")
 HOPPER = tuple(name for name, rung in RUNGS.items() if rung[1])
 #: Rungs that are called with masks and biases.
 SCORED = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8", *HOPPER)
-#: Of these also with every kind of mask and bias, and of head_dim 128.
+#: Rungs that are also tried with every kind of mask and bias, and with head_dim 128.
 EVERY = ("fa_tc", "fa_int8", "fa_tc, sm90", "fa_int8, sm90")
 
 
@@ -73,11 +74,12 @@ def _said(report: Any) -> str:
 
 def attend(
     rung: Rung, inputs: Any, options: dict[str, Any], *, inside: bool = False, pieces: bool = False,
-    blocks: int | None = None,
+    blocks: int | None = None, with_lse: bool = True, tiles: Any = None,
 ) -> str:  # fmt: skip
     """Run one call of attention, and judge it.
 
-    Codes are the mirror's, or with `inside` of the call itself. `pieces`: tiles are cut.
+    Codes are the mirror's, or with `inside` of the call itself. `pieces`: tiles are cut. Some forms
+    are other kernels without the log-sum-exp.
     """
     variant, arch, _, quant = rung
     q, k, v = inputs
@@ -85,9 +87,10 @@ def attend(
     if quant is not None:
         if options.get("softcap"):
             quant = replace(quant, smooth_k=False)
-        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch if inside else None)
+        target = arch if inside else None
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, tiles=tiles)
     asked: dict[str, Any] = {"variant": variant, "arch": arch, "backend": "interpret"}
-    asked |= {"return_lse": True, **options}
+    asked |= {"return_lse": with_lse, "tiles": tiles, **options}
     operands: Any = (q, k, v)
     if z is not None and (inside or quant.fused):
         asked["quant"] = quant
@@ -99,7 +102,8 @@ def attend(
         elif blocks is not None:
             stack.enter_context(hopper_blocks(blocks))
         plan = plans(resolved(*operands, **asked))[-1]
-        o, lse = ca.attention(*operands, **asked)
+        found = ca.attention(*operands, **asked)
+    o, lse = found if with_lse else (found, None)
     report = judge(
         o, q, k, v, variant=variant, lse=lse, quantized=z, form=plan.form, tiles=plan.tiles,
         **options,
@@ -107,20 +111,27 @@ def attend(
     return _said(report)
 
 
-def _packed(rung: Rung, head_dim: int, options: dict[str, Any]) -> str:
-    """Run one call of packed sequences, and judge each."""
+def _packed(
+    rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool = False
+) -> str:
+    """Run one call of packed sequences, and judge each; `inside` as for `attend`."""
     variant, arch, dtype, quant = rung
     ends = tuple(np.cumsum((0, *one), dtype=np.int32) for one in zip(*PACKED, strict=True))
     rng = np.random.default_rng(2)
     shapes = (int(ends[0][-1]), HEADS, head_dim), *[(int(ends[1][-1]), HEADS_KV, head_dim)] * 2
     q, k, v = (rng.standard_normal(shape).astype(STORAGE[dtype]) for shape in shapes)
     named: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
-    z = None if quant is None else ca.quantize(q, k, v, quant=quant, backend="mirror", **named)
-    operands = (q, k, v, *ends) if z is None else (z,)
+    z = None
+    if quant is not None:
+        target = arch if inside else None
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, **named)
+    operands = (q, k, v, *ends) if z is None or inside else (z,)
     asked = {"variant": variant, **options}
-    o, lse = ca.attention_varlen(
-        *operands, return_lse=True, arch=arch, backend="interpret", **asked
-    )
+    given: dict[str, Any] = {"arch": arch, "backend": "interpret", **asked}
+    if inside:  # the kernel makes codes of Q itself if it gives no log-sum-exp
+        o, lse = ca.attention_varlen(*operands, quant=quant, **given), None
+    else:
+        o, lse = ca.attention_varlen(*operands, return_lse=True, **given)
     if z is None:
         return _said(judge(o, q, k, v, lse=lse, **asked, **named))
     return _said(judge(o, q, k, v, lse=lse, quantized=z, **asked))
@@ -163,6 +174,17 @@ def _large(rung: Rung, kind: str) -> str:
     return ""
 
 
+def _full_sums(rung: Rung) -> str:
+    """Run so many keys of one score, then of lower ones, that sums would leave their range."""
+    variant, arch, dtype, quant = rung
+    lengths = 6, 7200
+    q, k, v = (np.ones((1, 1, length, HEAD_DIM)) for length in (lengths[0], *lengths[1:] * 2))
+    k[:, :, 7000:] = 0.3
+    inputs = tuple(x.astype(STORAGE[dtype]) for x in (q, k, v))
+    plain = replace(quant, smooth_k=False, smooth_v=False)
+    return attend((variant, arch, dtype, plain), inputs, {})
+
+
 def _not_finite(rung: Rung) -> str:
     """Run NaN and infinities: they reach the results that the mirror's reach, and no others."""
     variant, arch, dtype, quant = rung
@@ -195,23 +217,25 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
     below = short[0] + STORAGE[dtype].type(3), short[1] - STORAGE[dtype].type(7), short[2]
     # Rows that are read by 8 and by 2 bytes, and stored in chunks of 16.
     narrow, odd = (arrays(*FEWER, dtype, 8, head_dim, **two) for head_dim in (36, 7))
+    keyless = arrays(70, 40, dtype, 19, heads=(2, 1), batch=1)
     some = fewer if variant in ("unfused", "fa") else plain  # these are slow to interpret
     capped = {"softcap": 1.5, "window": (60, 9)}
     calls: dict[str, Callable[[], str]] = {
         "causal": lambda: attend(rung, some, {"causal": True}),
         "one short tile, far below 0": lambda: attend(rung, below, {}),
         "window, softcap": lambda: attend(rung, some, capped),
+        "rows without keys": lambda: attend(rung, keyless, {"causal": True}),
         "packed": lambda: _packed(rung, 64, {"causal": True}),
         "large scores, ties": lambda: _large(rung, "ties"),
         "not finite": lambda: _not_finite(rung),
     }
     if arch is None:
         calls["head_dim 36"] = lambda: attend(rung, narrow, {"causal": True})
-        calls["head_dim 7"] = lambda: attend(rung, odd, {})
+        calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
     if name in SCORED:
         of_scores = _of_scores(rung, some, fewer)
-        first_names = of_scores.keys() & ({"mask and bias of keys", "block mask", "padded"})
-        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in first_names}
+        some_names = "mask and bias of keys", "block mask", "padded"
+        calls |= of_scores if name in EVERY else {one: of_scores[one] for one in some_names}
     if name in EVERY:
         wide = arrays(70, 200, dtype, 8, 128, heads=(2, 1), batch=1)
         calls["head_dim 128"] = lambda: attend(rung, wide, {})
@@ -219,9 +243,10 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         widest = arrays(70, 200, dtype, 8, 256, heads=(2, 1), batch=1)
         calls["head_dim 256"] = lambda: attend(rung, widest, {"causal": True})
     if name in HOPPER:
-        calls |= _of_hopper(rung, plain)
+        calls |= _of_hopper(rung, plain) | _of_biases(rung, plain, fewer)
     if quant is not None:
         calls |= _of_codes(rung, plain, fewer, list(RUNGS).index(name))
+        calls |= _of_own_codes(rung, plain) if arch else {}
     return {f"{name}: {call}": run for call, run in calls.items()}
 
 
@@ -257,6 +282,50 @@ def _of_scores(rung: Rung, some: Any, fewer: Any) -> dict[str, Callable[[], str]
     return calls
 
 
+def _aligned_bias(dtype: str, *shape: int) -> Any:
+    """Return a bias that the copy engine can move: rows begin at multiples of 16 bytes."""
+    wide = np.zeros((*shape[:-1], shape[-1] + -shape[-1] % 8), STORAGE[dtype])
+    found = wide[..., : shape[-1]]
+    found[...] = np.random.default_rng(17).standard_normal(shape)
+    return found
+
+
+def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
+    """Return calls with every kind of bias that Hopper forms take, masks beside it, a softcap."""
+    rng = np.random.default_rng(18)
+    len_q, len_kv = FEWER
+    each = _aligned_bias(rung[2], HEADS, len_q, len_kv)
+    of_keys = {
+        "bias": _aligned_bias(rung[2], HEADS, 1, len_kv), "mask": rng.random(len_kv)[None] < 0.7,
+    }  # fmt: skip
+    masked = {"bias": each[:1], "mask": rng.random((1, HEADS, len_q, len_kv)) < 0.7}
+    long = _aligned_bias(rung[2], 1, *LENGTHS)
+    small = fewer[0] * fewer[0].dtype.type(0.1), *fewer[1:]
+    return {
+        "aligned bias": lambda: attend(rung, fewer, {"bias": each, "causal": True}),
+        "aligned bias and mask of keys": lambda: attend(rung, fewer, of_keys),
+        "small scores, softcap": lambda: attend(rung, small, {"softcap": 6.0}),
+        "bias of rows": lambda: attend(rung, fewer, {"bias": each[..., :1]}),
+        "aligned bias and mask": lambda: attend(rung, fewer, masked),
+        "aligned bias, few blocks": lambda: attend(rung, plain, {"bias": long}, blocks=3),
+    }
+
+
+def _of_own_codes(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
+    """Return calls of Hopper forms that make the codes of Q themselves."""
+    variant, arch, dtype, quant = rung
+    own = variant, arch, dtype, replace(quant, smooth_k=False)
+    how: dict[str, Any] = {"inside": True, "with_lse": False}
+    short = arrays(500, 50, dtype, 16, heads=(2, 1), batch=1)
+    cut = arrays(200, 500, dtype, 11, heads=(3, 1), batch=1)
+    return {
+        "own codes, one step a tile": lambda: attend(own, short, {}, blocks=1, **how),
+        "own codes, few blocks": lambda: attend(own, plain, {"causal": True}, blocks=3, **how),
+        "own codes, tiles cut": lambda: attend(own, cut, {}, pieces=True, **how),
+        "own codes, packed": lambda: _packed(own, 64, {}, inside=True),
+    }
+
+
 def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
     """Return calls whose blocks take several tiles, and whose tiles are cut."""
     dtype = rung[2]
@@ -279,9 +348,11 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Call
     variant, arch, dtype, quant = rung
     many = arrays(40, 1100, dtype, 10, heads=(1, 1), batch=1)
     calls["many keys"] = lambda: attend(rung, many, {})
+    if quant is WHOLE:
+        calls["full sums"] = lambda: _full_sums(rung)
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
-    q, k, v = arrays(*FEWER, dtype, 13, heads=(2, 1))
+    q, k, v = arrays(*FEWER, dtype, 13, batch=1)
     rising = np.linspace(-3, 3, FEWER[1]).astype(q.dtype)[:, None]
     shifted = q + q.dtype.type(1), k + rising * np.float16([1, -1]).repeat(32), v + rising
     shares = "token", "thread", "block"
@@ -307,12 +378,20 @@ def attention_calls() -> dict[str, Callable[[], str]]:
         calls |= _calls_of(name, rung)
     split = RUNGS["fa_tc"][0], None, "float16", None
     few, more = (arrays(len_q, 601, "float16", 7) for len_q in (3, 12))
-    far = few[0] * np.float16(8), *few[1:]
+    far = few[0] * np.float16(32), *few[1:]
     calls["fa_tc, split: few rows"] = lambda: attend(split, few, {"causal": True})
     calls["fa_tc, split: more rows"] = lambda: attend(split, more, {"window": (90, 9)})
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})
     capped = {"softcap": 3.0, "bias": np.linspace(-2, 2, 601, dtype=np.float32)[None]}
     calls["fa_tc, split: softcap, bias"] = lambda: attend(split, more, capped)
+    many_groups = "fa_int8", None, "float16", replace(
+        FUSED, symmetric=False, granularity_q="token", granularity_k="token"
+    )
+    wide = Tiles(128, 64, 4, 1)
+    inputs = arrays(*FEWER, "float16", 20, heads=(2, 1), batch=1)
+    calls["fa_int8, fused: more groups than threads"] = partial(
+        attend, many_groups, inputs, {}, tiles=wide
+    )
     return calls | _prepared_calls()
 
 

@@ -16,6 +16,8 @@ from cupyattn.reference.quantize import quantize_mirror
 from experiments._harness.small_inputs import LENGTHS, arrays
 
 TILES = Tiles(64, 64, 4, 2)
+#: A scale for every row of Q and of K.
+TOKEN_SCALES = tuple(np.linspace(0.01, 0.05, n, dtype=np.float32)[None, None] for n in LENGTHS)
 CONFIGS = {
     **{by: ca.QuantConfig(by, by) for by in ("token", "thread", "block", "head", "tensor")},
     "V by block": ca.QuantConfig(pv="int8"),
@@ -27,6 +29,7 @@ CONFIGS = {
     "no means": ca.QuantConfig("block", "block", smooth_k=False, smooth_v=False, pv="int8"),
     "4 bits": ca.QuantConfig("thread", "head", qk_bits=4, smooth_k=False),
     "given scales": ca.QuantConfig("tensor", "tensor", smooth_k=False, scales=(0.02, 0.03)),
+    "given scales by token": ca.QuantConfig("token", "token", smooth_k=False, scales=TOKEN_SCALES),
 }
 
 

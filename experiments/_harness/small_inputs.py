@@ -10,7 +10,7 @@ from cupyattn.arrays.kinds import STORAGE
 
 #: Lengths of queries and keys: tails, several blocks of queries, several tiles of keys. With a mask
 #: and a bias, which are slow, fewer. Packed sequences have others again.
-LENGTHS, FEWER, PACKED = (140, 330), (70, 150), ((5, 9), (135, 140), (40, 33))
+LENGTHS, FEWER, PACKED = (140, 330), (70, 150), ((5, 9), (135, 140), (64, 33))
 BATCH, HEADS, HEADS_KV, HEAD_DIM = 2, 4, 2, 64
 
 

@@ -24,6 +24,8 @@ from cupyattn.diffusion.pruning import compact
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import Partial
 from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.ops.layers import LAYERS, LayersSettings
+from cupyattn.ops.operation import run
 from cupyattn.plans import unpack
 from cupyattn.plans.gemm import plan_gemm
 from cupyattn.problem import gemm_form
@@ -147,15 +149,15 @@ def _norm_bound(found: Any, arrays: dict[str, Any], steps: dict[str, Any]) -> st
 
 def importance(
     heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, rows: int, arch: str | None,
-    waves: int | None = None,
+    waves: int | None = None, *, spread: float = 2.0,
 ) -> str:  # fmt: skip
-    """Estimate the importance of keys, and hold it to its bound."""
+    """Estimate the importance of keys, and hold it to its bound; `spread` of Q."""
     rng = np.random.default_rng(8)
     q, k = (
         rng.standard_normal((2, count, length, head_dim)).astype(np.float16)
         for count, length in zip(heads, lengths, strict=True)
     )
-    q *= np.float16(2)
+    q *= np.float16(spread)
     scale = head_dim**-0.5
     key_passes.plan_key_importance.cache_clear()
     try:
@@ -244,6 +246,29 @@ def _layer(kept: int, activation: str | None) -> str:
     return "" if fits.all() else "a layer past its bound"
 
 
+def _overlapped(strategy: str, arch: str) -> str:
+    """Run two layers of one input: the first product begins before the codes are there."""
+    rng = np.random.default_rng(13)
+    arrays: dict[str, Any] = {"x": _uneven(rng, (40, 272), "float16")}
+    weights = [
+        ca.weight_quant(rng.standard_normal((64, 272)).astype(np.float32), strategy=strategy)
+        for _ in range(2)
+    ]
+    for number, (codes, scales) in enumerate(weights):
+        arrays |= {f"b{number}": codes, f"b_scales{number}": scales}
+        arrays[f"c{number}"] = np.full((40, 64), np.nan, np.float16)
+    run(LAYERS, LayersSettings("float16", ("", ""), arch, "interpret"), arrays)
+    made = ca.act_quant(arrays["x"], strategy=strategy)
+    worst = [
+        ratio_to_bound(
+            as_float64(arrays[f"c{number}"]), gemm_exact(*made, *one, activation=""),
+            gemm_error(*made, *one, "float16", activation=""),
+        ).max()
+        for number, one in enumerate(weights)
+    ]  # fmt: skip
+    return "" if max(worst) <= 1 else f"{max(worst):.3g} of the bound of a product"
+
+
 def layer_calls() -> dict[str, Callable[[], str]]:
     """Return the calls by name."""
     c: dict[str, Callable[[], str]] = {}
@@ -252,6 +277,9 @@ def layer_calls() -> dict[str, Callable[[], str]]:
         c[f"activations by row: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "channel")
         c[f"activations by block: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "block")
         c[f"weight by row: {dtype}"] = partial(codes, ca.weight_quant, shape, dtype, "channel")
+    # Rows past the registers of a block.
+    c["long activations: bfloat16"] = partial(codes, ca.act_quant, (3, 4141), "bfloat16", "channel")
+    c["long activations: float16"] = partial(codes, ca.act_quant, (2, 8278), "float16", "channel")
     weights: tuple[tuple[tuple[int, ...], str, int], ...] = (
         ((130, 264), "float16", 128), ((129, 132), "float32", 128), ((33, 70), "bfloat16", 30),
         ((50, 40), "bfloat16", 16), ((100, 90), "float32", 45), ((9, 5, 3, 4), "float16", 7),
@@ -267,6 +295,9 @@ def layer_calls() -> dict[str, Callable[[], str]]:
         c[f"importance: {arch or 'portable'}, {heads}, {lengths}, {head_dim}"] = partial(
             importance, heads, lengths, head_dim, rows, arch, waves
         )
+    far = partial(importance, spread=400.0)
+    c["importance: far apart"] = partial(far, (6, 2), (33, 77), 40, 41, "sm_90a", 1)
+    c["importance: portable, far apart"] = partial(far, (2, 1), (83, 150), 16, 41, None)
     for length, count, dtype, head_dim in (
         (33, 7, "float16", 16), (1100, 330, "float32", 34), (75, 60, "bfloat16", 7),
         (517, 516, "float16", 20),
@@ -277,6 +308,9 @@ def layer_calls() -> dict[str, Callable[[], str]]:
     c["merge: far apart"] = partial(partials, "float16", 36, 3, 60.0)
     c["4 bits: bytes"], c["4 bits: words"] = partial(_unpacked, 7, 3), partial(_unpacked, 40, 12)
     c["layer"], c["layer, outliers"] = partial(_layer, 0, None), partial(_layer, 9, "gelu")
+    for strategy in ("block", "channel"):
+        for arch in ("sm_90", "sm_90a"):
+            c[f"layers: {strategy}, {arch}"] = partial(_overlapped, strategy, arch)
     return c | _products() | _norms()
 
 

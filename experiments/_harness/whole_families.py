@@ -60,7 +60,7 @@ class Family:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """How many blocks of each kind there are."""
+        """Number of blocks of each kind."""
         return {name: self.config[name] for name in self.depth}
 
     def shallow(self) -> Family:

@@ -1,12 +1,12 @@
 """Does every call give the right value or one clear sentence?
 
-Varies       rung, registered ones among them, dtype, shape, grouped heads, layout, lengths of
-             entries, causal, window, softcap, mask, block mask, bias up to finfo.min, rope, norm,
-             INT8 options, out, strides and addresses of attention; operands and options of the
-             other functions; what the judge is told of right outputs
+Varies       for attention: rung (also registered ones), dtype, shape, grouped heads, layout,
+             lengths of entries; causal, window, softcap, mask, block mask, bias up to finfo.min,
+             rope, norm; INT8 options, out, strides and addresses; operands and options of the other
+             functions; numerics given to the judge with right outputs
 Holds fixed  the seed; small shapes
-Measures     errors against float64 written in `experiments._harness.fuzz_scores`; exceptions
-             that are no refusals; inputs, and memory around results, that were changed
+Measures     errors against float64 written in `experiments._harness.fuzz_scores`; exceptions that
+             are not refusals; changed inputs, and changed memory around results
 Run          python -m experiments.accuracy.fuzz --json experiments/results/fuzz_mirror.json
              python -m experiments.accuracy.fuzz --backend cuda --json FILE [--minutes 9]
              python -m experiments.accuracy.fuzz --resume FILE          # goes on from a record
@@ -118,7 +118,7 @@ def batches(args: argparse.Namespace) -> Iterator[Batch]:
 
 
 class Record:
-    """What a run has found so far, written after each batch."""
+    """Results of a run so far, written after each batch."""
 
     def __init__(self, args: argparse.Namespace, stored: dict[str, Any] | None) -> None:
         self.args = args

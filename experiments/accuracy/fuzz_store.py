@@ -101,7 +101,7 @@ class Group:
 
 @dataclass
 class Row:
-    """What became of the messages of a kind."""
+    """Results of the messages of a kind."""
 
     kind: str
     messages: int = 0

@@ -4,8 +4,9 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
              experiments/_harness/small_calls.py compile (cupyattn/testing/mutations.py).
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
-             does not end. Calls with code of the fault's line come first, then the cheapest.
-Run          python -m experiments.accuracy.mutation_score --seed 3 --jobs 2 --update-docs
+             does not end. Calls with code of the fault's line come first, then the cheapest; calls
+             without it are run only if no code of the line has changed, or with --again.
+Run          python -m experiments.accuracy.mutation_score --seed 4 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
 the next one is drawn. The record is written after each fault, and the same command goes on where
@@ -29,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,20 +47,25 @@ from experiments._harness.small_calls import small_calls
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 NAME = "mutation_score"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
-#: CPU seconds for a call, which takes at most three without a fault.
-SECONDS = 20
+#: CPU seconds for a call, beside four times its seconds without a fault, 0.1 to 4.
+SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
+#: CPU seconds for a fault, after which no further call begins: it counts as survived. With
+#: --again there is no such limit.
+SECONDS_OF_FAULT = 25
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
 FORK = multiprocessing.get_context("fork")
-#: What became of a fault.
+#: Result of a fault.
 NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "noticed", "survived"
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
-EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third"))
+EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
+#: The survivors of the record, run again after rules and calls that some of them led to.
+AGAIN = f"{NAME}_again"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -79,16 +85,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The calls without a fault; of each module its machine code, files, and lines with code.
+    """The calls without a fault; of each module a hash of its code, its files and lines.
 
-    `fast_code` is the machine code with few optimisations.
+    `fast_code` is a hash of its code with few optimisations. `thorough`: a fault is given to all
+    calls whose code it changes.
     """
 
     calls: tuple[Call, ...]
     code: Mapping[Module, str]
-    fast_code: Mapping[Module, str | None]
+    fast_code: Mapping[Module, str]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
+    thorough: bool = False
 
 
 def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
@@ -123,10 +131,15 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
-def _compiled(module: Module, _: None) -> tuple[str, str | None, frozenset[tuple[str, int]]]:
-    """Return the machine code of a module, with all and few optimisations, and its lines."""
-    ptx = compiler.translate(*module).ptx
-    return machine_code(ptx), fast_code(module), lines_with_code(ptx)
+def _compiled(module: Module, _: None) -> tuple[str, str, frozenset[tuple[str, int]]]:
+    """Return the hashes of a module's code, with all and few optimisations, and its lines."""
+    lines = lines_with_code(compiler.translate(*module).ptx)
+    return code_of(module), fast_code(module), lines
+
+
+def code_of(module: Module) -> str:
+    """Return a hash of the machine code of a module: processes that hold less fork faster."""
+    return hashlib.sha256(machine_code(compiler.translate(*module).ptx).encode()).hexdigest()
 
 
 def _unharmed(
@@ -146,22 +159,44 @@ def _unharmed(
     return time.process_time() - start, frozenset(seen)
 
 
-def fast_code(module: Module) -> str | None:
-    """Return the machine code of a module with few optimisations; None if it has none.
+def fast_code(module: Module) -> str:
+    """Return a hash of the machine code of a module with few optimisations; "" if it has none.
 
-    It is compiled in a process that ends: NVRTC keeps the option, and would compile worse code for
-    all later modules of this process.
+    A separate process compiles it: NVRTC keeps the option, and would compile worse code for all
+    later modules of this one.
     """
-    with ProcessPoolExecutor(1, mp_context=FORK) as pool:
-        return pool.submit(_fast_code, module).result()
+    if os.getpid() not in _FAST_COMPILERS:
+        here, there = FORK.Pipe()
+        FORK.Process(target=_compile_fast, args=(here, there), daemon=True).start()
+        there.close()
+        _FAST_COMPILERS[os.getpid()] = here
+    pipe = _FAST_COMPILERS[os.getpid()]
+    pipe.send((module, compiler.KERNELS))
+    return str(pipe.recv())
 
 
-def _fast_code(module: Module) -> str | None:
-    with mock.patch.object(compiler, "OPTIONS", (*compiler.OPTIONS, FAST)):
+#: The pipe to the process that compiles with few optimisations, of each process.
+_FAST_COMPILERS: dict[int, Any] = {}
+
+
+def _compile_fast(parents: Any, pipe: Any) -> None:
+    parents.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(_fast_code(*pipe.recv()))
+
+
+def _fast_code(module: Module, kernels: Path) -> str:
+    compiler.cache_clear(disk=False)
+    options = (*compiler.OPTIONS, FAST)
+    with (
+        mock.patch.object(compiler, "KERNELS", kernels),
+        mock.patch.object(compiler, "OPTIONS", options),
+    ):
         try:
-            return machine_code(compiler.translate(*module).ptx)
+            return code_of(module)
         except KernelCompileError:
-            return None
+            return ""
 
 
 def lines_with_code(ptx: str) -> frozenset[tuple[str, int]]:
@@ -222,48 +257,61 @@ def copied_sources(file: str, text: str) -> Iterator[None]:
 
 def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
     """Compile and run call after call until one notices the fault that is in place."""
+    place = Path(file).name, line
     changed: dict[Module, bool] = {}
 
-    def has_line(module: Module) -> bool:
-        return (Path(file).name, line) in known.lines[module]
-
     def is_changed(module: Module) -> bool:
+        if file not in known.files[module]:
+            return False
         if module not in changed:
             fast = known.fast_code[module]
-            # Programs that are equal with few optimisations are equal with all.
-            changed[module] = (has_line(module) or fast is None or fast_code(module) != fast) and (
-                machine_code(compiler.translate(*module).ptx) != known.code[module]
-            )
+            # Code of the line has changed, most often. Programs that are equal with few
+            # optimisations are equal with all.
+            certain = not fast or (place in known.lines[module] and all(changed.values()))
+            may = certain or fast_code(module) != fast
+            changed[module] = may and code_of(module) != known.code[module]
         return changed[module]
 
-    def order(call: Call) -> tuple[bool, float]:
-        return not any(map(has_line, call.modules)), call.seconds
+    def has_line(call: Call) -> bool:
+        return any(place in known.lines[module] for module in call.modules)
 
-    start, ran = time.monotonic(), 0
-    for call in sorted(known.calls, key=order):
-        touched = [one for one in call.modules if file in known.files[one]]
-        try:
-            if not any(is_changed(one) for one in touched):
-                continue
-        except KernelCompileError:
-            return {"became": NOT_COMPILED}
-        ran += 1
-        if why := noticed(call):
-            seconds = round(time.monotonic() - start, 1)
-            by = {"by": call.name, "why": why}
-            return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+    with_line, without = [], []
+    for call in sorted(known.calls, key=lambda call: call.seconds):
+        (with_line if has_line(call) else without).append(call)
+    start, spent, ran = time.monotonic(), _cpu_seconds(), 0
+    for calls in (with_line, without):
+        for call in calls if known.thorough or not ran else ():
+            try:
+                if not any(map(is_changed, call.modules)):
+                    continue
+            except KernelCompileError:
+                return {"became": NOT_COMPILED}
+            ran += 1
+            if why := noticed(call):
+                seconds = round(time.monotonic() - start, 1)
+                by = {"by": call.name, "why": why}
+                return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+            if not known.thorough and _cpu_seconds() - spent > SECONDS_OF_FAULT:
+                break
     seconds = round(time.monotonic() - start, 1)
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
 
 
+def _cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    both = (resource.getrusage(x) for x in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(x.ru_utime + x.ru_stime for x in both)
+
+
 def noticed(call: Call) -> str:
     """Return what a call notices, from a child process; "" if it notices nothing."""
+    limit = SECONDS + int(4 * call.seconds)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.close(reading)
-            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             os.write(writing, json.dumps(_said(call)).encode())
         finally:
             os._exit(0)
@@ -276,7 +324,7 @@ def noticed(call: Call) -> str:
         if said.startswith(BROKEN):  # no fault in a kernel takes a module away
             raise RuntimeError(said)
         return said
-    late = f"does not end in {SECONDS} CPU seconds"
+    late = f"does not end in {limit} CPU seconds"
     return late if os.WIFSIGNALED(status) else "the process ended"
 
 
@@ -299,14 +347,16 @@ def experiment(args: Any) -> int:
         old = json.loads(args.again.read_text())["faults"]
         names = {(x["file"], x["name"]) for x in old if x["became"] == SURVIVED}
         order = [(file, one) for file, one in order if (file, one.name) in names]
+        known = replace(known, thorough=True)
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
-        "files": sorted(files), "calls": [call.name for call in known.calls],
+        "files": sorted(files), "calls": sorted(call.name for call in known.calls),
         "mutants": len(order), "asked": args.faults, "faults": [],
         "sources_sha256": hashlib.sha256(sources.encode()).hexdigest(),
     }  # fmt: skip
     if target.exists():
         kept = json.loads(target.read_text())
+        kept["calls"].sort()
         same = ("sources_sha256", "calls", "seed")
         if any(kept[name] != {**content, "seed": args.seed}[name] for name in same):
             raise ValueError(f"{target} is of other sources, calls or another seed: move it away")
@@ -328,7 +378,7 @@ def experiment(args: Any) -> int:
     return 0
 
 
-#: Of the processes that take work in turn: what to do, the items, and what they share.
+#: State of the processes that share work: the function, the items, and shared data.
 _SHARED: list[Any] = []
 
 
@@ -395,10 +445,29 @@ def table(record: Mapping[str, Any]) -> list[str]:
         f"Of the {len(cells)} survivors, {count[NO_CHANGE]} change no result. Without these, "
         f"{noticed} of {rest} are noticed ({100 * noticed / max(1, rest):.1f} %). For "
         f"{count[NO_CASE]} no call has the case, and {count[OPEN]} are open.",
+        *_again(record, rest),
         "",
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
     ]
     return lines
+
+
+def _again(record: Mapping[str, Any], rest: int) -> list[str]:
+    """Return what became of the survivors when they were run again; `rest` change results."""
+    path = recording.RESULTS / f"{AGAIN}.json"
+    if not path.exists():
+        return []
+    again = recording.stored(AGAIN)
+    later = sum(x["became"] == NOTICED for x in again["faults"])
+    all_noticed = later + sum(x["became"] == NOTICED for x in record["faults"])
+    return [
+        "",
+        f"After the first run, rules and calls were added that its survivors had led to. Then "
+        f"{later} of its {len(again['faults'])} survivors are noticed (revision "
+        f"{again['environment']['revision'][:10]}), together {all_noticed} of {rest} "
+        f"({100 * all_noticed / max(1, rest):.1f} %). This second share is of faults that were "
+        f"known; only the first says how many faults of a new draw would be noticed.",
+    ]
 
 
 def _cell(text: str) -> str:

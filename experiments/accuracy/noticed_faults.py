@@ -2,17 +2,17 @@
 
 Varies       the patches of tests/faults and of experiments/accuracy/planted; the revision
 Holds fixed  the size of planted faults, 2^-4; the seed of properties (profile ci)
-Measures     the first quick test that fails, among tests that compile or run a file of a patch
-             (tests that noticed another fault first, then the cheapest); how many were run until
-             then, and their CPU seconds
+Measures     the first quick test that fails, among tests that compile or run a file of a patch;
+             tests that noticed another fault run first, then the cheapest; the number of tests
+             until then, and their CPU seconds
 Run          python -m experiments.accuracy.noticed_faults --revision HEAD [--only NAME]
              python -m experiments.accuracy.noticed_faults --compare BEFORE.json AFTER.json
 
-Needs a checkout, and no device. The quick tests of a revision run once to learn which kernels each
-compiles or runs (minutes; ``--map FILE`` keeps that), then for each patch until one fails. Tests of
-the patches themselves do not count: they fail since a patch that is in place already does not
-apply. Tests of frameworks are left out, because their threads do not survive a fork. A record that
-exists is resumed.
+Needs a checkout, and no device. The quick tests of a revision run once, to find the kernels that
+each compiles or runs. This takes minutes, and ``--map FILE`` stores the result. For each patch
+they then run until one fails. Tests of the patches themselves do not count: they fail since a
+patch that is in place already does not apply. Tests of frameworks are left out, because their
+threads do not survive a fork. An existing record is resumed.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Cell:
 
 @dataclass
 class Tally:
-    """What came of the calls of a form."""
+    """Results of the calls of a form."""
 
     rows: int = 0
     left: int = 0

@@ -253,7 +253,7 @@ def seen_by_size(
 
 @dataclass(frozen=True)
 class Part:
-    """What a process takes at a time: the right output, with faults laid on it, or one patch."""
+    """A unit of work of a process: the right output with faults laid on it, or one patch."""
 
     trial: Trial
     laid: bool
@@ -262,7 +262,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """What a part found: of the right output, where it is judged here, and of its faults.
+    """Results of a part: for the right output, if it is judged here, and for its faults.
 
     `faults` has for each kind how many sizes, from the largest on, are seen in O, and in O or lse.
     """
@@ -332,7 +332,7 @@ def record_name(args: argparse.Namespace) -> str:
 
 
 class Record:
-    """What a run has found so far."""
+    """Results of a run so far."""
 
     def __init__(self, args: argparse.Namespace, stored: Mapping[str, Any] | None) -> None:
         self.args, self.began, self.written = args, time.monotonic(), 0.0
@@ -454,7 +454,7 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "[sensitivity.json](../experiments/results/sensitivity.json): "
         f"{plots.source(record)}.",
         "",
-        "`cupyattn.testing.judge` compares an output with its derived bound. "
+        "`cupyattn.testing.judge` compares an output with its derived bound. For this page, "
         f"{trials:,} right outputs of {len(record['found'])} kernel forms were judged, "
         f"{rows:,} rows in all: {alarms} of the outputs left their bounds.",
         "",
@@ -487,8 +487,8 @@ def page(record: Mapping[str, Any], planted: Mapping[str, Any]) -> str:
         "Here the fault is in the kernel itself, compiled from sources that a "
         "[patch](../experiments/accuracy/planted) changed. There is one patch for each kind, and "
         "it fits the forms that it names; other cells are empty. A trial in which the largest "
-        "fault changes no bit does not count. Sizes are powers of ten, and "
-        f"there are {_trials(planted)} trials of a form, each of a call of {_shape(planted)}.",
+        "fault changes no bit does not count. Sizes are powers of ten. "
+        f"There are {_trials(planted)} trials of a form, each of a call of {_shape(planted)}.",
     ]
     for kind, title in KINDS:
         lines += ["", f"### {title}", "", *recording.markdown(*table(planted, kind))]

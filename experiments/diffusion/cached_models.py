@@ -13,6 +13,7 @@ Beside       native without the cache, compiled alike.
 Expect       a product of the two gains, less the time of the first block in each step.
 Run          python -m experiments.diffusion.cached_models [--models NAME ...] [--steps N]
              [--threshold X] [--accuracy CLASS] [--quick] [--json FILE] [--rounds N]
+             [--update-docs] [--stored]
 
 Both models take about eight minutes on an H200.
 """
@@ -23,20 +24,26 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cupyattn.cli import output
 from cupyattn.errors import UnsupportedError
+from cupyattn.measure import timing
+from cupyattn.measure.trial import ALL, NATIVE, UNCACHED, Comparison
+from cupyattn.measure.words import format_seconds
 from experiments._harness import recording, whole_families
 from experiments._harness.diffusers_models import libraries
 from experiments._harness.whole_families import FAMILIES, Family
+from experiments.diffusion.accelerated_models import PAGE
+from experiments.diffusion.whole_models import ratio_cell
 
 NAME = "cached_models"
 ROUNDS = 7
 DEFAULT = ("Flux", "Wan 2.1 14B")
 #: Shares of passes that are left out which end the search for a threshold, and its most runs.
 ENOUGH, MOST_RUNS = (0.4, 0.6), 8
+BEGIN, END = "<!-- cached: begin -->", "<!-- cached: end -->"
 LEAST_THRESHOLD, MOST_THRESHOLD = 1e-4, 4.0
 
 
@@ -131,12 +138,39 @@ def measured(family: Family, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def section(record: Mapping[str, Any]) -> str:
+    """Return what docs/PIPELINES.md says about a step cache and INT8 together."""
+    where = record["environment"]["device"] or {}
+    link = f"[{NAME}.json](../experiments/results/{NAME}.json)"
+    return "\n".join([
+        f"Measured on an {where.get('name', 'no device')} in whole models with random weights. The "
+        f"speeds are multiples of compiled native without a cache, with 95 % intervals ({link}):",
+        "",
+        *recording.markdown(
+            ["model", "passes left out", "native step", "first-block cache", "cache and INT8"],
+            [line(row) for row in record["rows"]],
+        ),
+    ])  # fmt: skip
+
+
+def line(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a model."""
+    found = Comparison({"ways": row["compared"]})
+    speeds = (found.speed(name, UNCACHED).to_list() for name in (NATIVE, ALL))
+    share = 100 * row["left_out"]["accelerated"]
+    return [
+        f"{row['model']}, {row['tokens']:,} tokens", f"{share:.0f} %",
+        format_seconds(timing.median(found.seconds(UNCACHED)).median), *map(ratio_cell, speeds),
+    ]  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure every model, and write the record after each."""
     torch, diffusers = libraries()
     if not args.quick and not torch.cuda.is_available():
         raise UnsupportedError(f"torch {torch.__version__} has no CUDA device; --quick needs none")
     rows: list[dict[str, Any]] = []
+    record: dict[str, Any] = {}
     for name in args.models:
         family = whole_families.small(name) if args.quick else FAMILIES[name]
         start = time.perf_counter()
@@ -146,10 +180,12 @@ def run(args: argparse.Namespace) -> int:
                      "steps": args.steps, **found})  # fmt: skip
         took = time.perf_counter() - start
         output.say(f"{name}: {took:.0f} s, bits from before: {found['bits_equal']}", flush=True)
-        recording.keep(
+        record = recording.keep(
             args, NAME, "mirror" if args.quick else "cuda",
             {"rows": rows, "torch": torch.__version__, "diffusers": diffusers.__version__},
         )  # fmt: skip
+    if args.update_docs:
+        recording.replace_between(PAGE, BEGIN, END, section(record))
     return 0 if all(row["bits_equal"] for row in rows) else 1
 
 
@@ -164,7 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="of the cache (searched: half are left out)")  # fmt: skip
     parser.add_argument("--accuracy", choices=("full", "balanced", "aggressive"),
                         default="balanced", help="class of attention")  # fmt: skip
-    return recording.main(run, parser.parse_args(argv))
+    recording.add_page_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.stored:
+        recording.replace_between(PAGE, BEGIN, END, section(recording.stored(NAME)))
+        return 0
+    return recording.main(run, args)
 
 
 if __name__ == "__main__":

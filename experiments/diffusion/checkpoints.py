@@ -1,8 +1,8 @@
 """How long does a checkpoint take to become INT8, and how much memory does it need?
 
 Varies       the step: write and read the files, analyze, convert, dequantize
-Holds fixed  a model with the names and shapes of Kandinsky 5 Lite and as many blocks as the number
-             of parameters asks for, N(0, 0.02), bfloat16, files of 5 GB
+Holds fixed  a model with the names and shapes of Kandinsky 5 Lite, N(0, 0.02), bfloat16, files of 5
+             GB; the number of blocks follows from the number of parameters
 Measures     wall time, CPU time, bytes a second of the source, peak memory of the process less its
              memory before the step, size of the files
 Expect       analyze in at most three times the memory of the largest tensor, or the run fails

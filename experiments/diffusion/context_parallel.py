@@ -44,7 +44,7 @@ HEADER = ["devices", "way", "pass", "of one device", "of native", "sent", "to na
 
 @dataclass(frozen=True)
 class Way:
-    """Who attends, and how ranks share the sequence.
+    """The implementation of attention, and the mesh of ranks that share the sequence.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Way:
     ring: bool
 
 
-#: On one device the first of each policy runs.
+#: Cases; on one device the first of each policy runs.
 WAYS = (
     Way("native, heads", None, False), Way("native, ring", None, True),
     Way("16 bits, heads", "precision", False), Way("16 bits, ring", "precision", True),

@@ -5,12 +5,11 @@ Varies       the way (both guidance branches in one launch; calibrated scales; a
              random mask kept; q and k normalised and turned as they are quantised; INT8 at 118,800
              and 131,072 tokens), the mode, the length
 Holds fixed  head_dim 128, float16, N(0, 1), self-attention; batch x heads as the length allows
-Measures     time against the plain ways in the same rounds: two calls, dynamic scales of the same
-             granularity, all keys, copies of K and V, weights of keys that are read twice, dense
-             attention in 16 bits and in INT8, a pass before, 16 bits;
-             for masks also against dense attention with the same tiles, as a share of 1 / density;
-             for pruning also the relative error against all keys; for long sequences the bytes of
-             scratch memory
+Measures     time against the plain ways in the same rounds; these are two calls, dynamic scales of
+             the same granularity, all keys, copies of K and V; weights of keys that are read twice,
+             dense attention in 16 bits and in INT8, a pass before, 16 bits; for masks also against
+             dense attention with the same tiles, as a share of 1 / density; for pruning also the
+             relative error against all keys; for long sequences the bytes of scratch memory
 Run          python -m experiments.diffusion.diffusion_gains [--quick] [--only WAY] [--seconds N]
              [--json FILE] [--update-docs] [--stored] [--merge FILE ...]
 
@@ -82,7 +81,7 @@ def layer(heads: int, **options: Any) -> ca.Int8Attention:
 def holds_bound(o: Any, qkv: Sequence[Any], mode: str, **options: Any) -> float:
     """Return the largest error of an output as a share of its bounds, J2 and J3.
 
-    For codes that are `quantized` those, otherwise those of `quant`.
+    The bound is for the codes `quantized` if they are given, otherwise for codes by `quant`.
     """
     xp, quant, z = array_namespace(o), options.pop("quant", None), options.pop("quantized", None)
     rows = xp.asarray(measuring.judged_rows(check_attention(*qkv)))

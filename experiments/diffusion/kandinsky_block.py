@@ -2,8 +2,9 @@
 
 Varies       Lite and Pro: their sizes
 Holds fixed  N(0, 0.02) weights, N(0, 1) tokens, bfloat16, dense attention
-Measures     what `cupyattn kandinsky --benchmark` prints, of each part of the first visual block:
-             time in turns, memory, error against float64, and whether it holds its bound
+Measures     the output of `cupyattn kandinsky --benchmark` for each part of the first visual block;
+             it has time in turns, memory, error against float64, and whether the part holds its
+             bound
 Beside       cuBLAS and the fastest rung in bfloat16
 Run          python -m experiments.diffusion.kandinsky_block [--tokens N] [--quick] [--json FILE]
              [--update-docs]

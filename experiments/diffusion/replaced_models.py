@@ -91,7 +91,7 @@ class Sequence:
 
 @dataclass
 class Outcome:
-    """What came of a sequence: "right", "native" or "failed", what was said, and what was seen."""
+    """Result of a sequence: "right", "native" or "failed", the message, and the observations."""
 
     kind: str = "right"
     said: str = ""
@@ -319,7 +319,7 @@ def _check_same(found: Any, expected: Any, said: str, allowed: float = 0.0) -> N
 
 
 class Record:
-    """What a run has found so far, written every 20 sequences."""
+    """Results of a run so far, written every 20 sequences."""
 
     def __init__(self, args: argparse.Namespace, stored: dict[str, Any]) -> None:
         self.args, self.began = args, time.monotonic()

@@ -1,8 +1,8 @@
 """How much of the output is lost with the keys that pruning drops, and are they well chosen?
 
-Varies       share of the keys dropped; query rows that importance is estimated from; the operands
-Holds fixed  Q, K, V of experiments/data: a block of the trained diffusion transformer at three
-             steps (2 heads of 64, length 1024) and three layers of a text encoder (12 heads of 32,
+Varies       share of the keys dropped; query rows for the estimate of importance; the operands
+Holds fixed  Q, K, V of experiments/data; a block of the trained diffusion transformer at three
+             steps (2 heads of 64, length 1024); three layers of a text encoder (12 heads of 32,
              length 512); "precision" mode
 Measures     relative L2 error of the pruned output against all keys, beside keys dropped at random
 Run          python -m experiments.diffusion.token_pruning [--quick] [--json FILE]

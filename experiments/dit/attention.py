@@ -15,7 +15,7 @@ Array = Any
 
 
 class Attention(Protocol):
-    """What the model needs of attention."""
+    """The interface of attention for the model."""
 
     @property
     def dtype(self) -> str:
@@ -99,7 +99,7 @@ class Recorder:
 
     @property
     def dtype(self) -> str:
-        """As the other's."""
+        """See the other implementation."""
         return self.inner.dtype
 
     def forward(self, q: Array, k: Array, v: Array, *, layer: int) -> tuple[Array, Any]:
@@ -109,5 +109,5 @@ class Recorder:
         return self.inner.forward(q, k, v, layer=layer)
 
     def backward(self, d_o: Array, saved: Any) -> tuple[Array, Array, Array]:
-        """As the other's."""
+        """See the other implementation."""
         return self.inner.backward(d_o, saved)

@@ -1,4 +1,4 @@
-"""How far images are from others: PSNR, SSIM, the Frechet distance of features, intervals."""
+"""Compare images: PSNR, SSIM, the Frechet distance of features, intervals."""
 
 from __future__ import annotations
 

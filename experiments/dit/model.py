@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of one image."""
+        """Number of tokens of one image."""
         return (self.size // self.patch) ** 2
 
     @property

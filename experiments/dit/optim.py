@@ -13,7 +13,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class AdamW:
-    """What an update depends on beside gradients.
+    """Settings of an update.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class AdamW:
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied by so that float16 holds its gradients, found by trying.
+    """Factor of the loss, found by trying, with which float16 can represent its gradients.
 
     Parameters
     ----------

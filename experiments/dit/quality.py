@@ -1,7 +1,8 @@
 """What does INT8 attention cost in the images of a diffusion transformer, and what does it win?
 
-Varies       arithmetic of attention: 32 and 16 bits, INT8 with one static scale, static by
-             timestep, dynamic, with late steps in 16 bits, by the adaptive policy, aggressive, INT4
+Varies       arithmetic of attention: 32 and 16 bits; INT8 with one static scale, static by
+             timestep, dynamic, with late steps in 16 bits; INT8 by the adaptive policy, aggressive;
+             INT4
 Holds fixed  weights, linear layers in 16 bits, seeds, labels, 50 steps of Euler
 Measures     PSNR and SSIM against 32-bit and 16-bit attention, image by image; relative error of
              the latents after each step against 16-bit; Frechet distance to real crops, in features
@@ -46,7 +47,7 @@ Array = Any
 
 
 class Sampled:
-    """What sampling in one mode gave; a new one is empty.
+    """Results of sampling in one mode; a new record is empty.
 
     Attributes
     ----------
@@ -181,7 +182,7 @@ def compared(
     resamples = [np.arange(args.images), *metrics.draws(args.images, DISTANCE_RESAMPLES)]
 
     def distances(images: np.ndarray) -> np.ndarray:
-        """Of all images, and of every resample: the same ones in every mode."""
+        """Distances for all images and for every resample, which are the same in every mode."""
         return to_real(features.features_of(network, images), resamples)
 
     batches = -(-args.images // BATCH)

@@ -166,11 +166,12 @@ def page(
         "dit_fine_tune.json and dit_memory.json.",
         "",
         f"A transformer of {trained['parameters']:,} parameters ({shape['depth']} blocks of width "
-        f"{shape['width']}, {shape['heads']} heads; {(shape['size'] // shape['patch']) ** 2} "
-        f"tokens of {shape['patch']} x {shape['patch']} pixels) was trained on crops of "
-        f"[eight photographs](../experiments/data/photographs/README.md) for {settings['steps']:,} "
-        f"steps of {settings['batch']} crops, {minutes:.1f} minutes on {device_of(trained)}; its "
-        f"loss ended at {last:.4f}. Attention is cupyattn's in both directions, everything else "
+        f"{shape['width']}, {shape['heads']} heads) learned from crops of "
+        "[eight photographs](../experiments/data/photographs/README.md). A crop is "
+        f"{(shape['size'] // shape['patch']) ** 2} tokens of {shape['patch']} x {shape['patch']} "
+        f"pixels. Training took {settings['steps']:,} steps of {settings['batch']} crops, "
+        f"{minutes:.1f} minutes on {device_of(trained)}, and the loss ended at {last:.4f}. "
+        "Attention is cupyattn's in both directions, everything else "
         "CuPy's. Then it sampled "
         f"{record['images']} images in every mode, from the same noise, in {record['steps']} "
         f"steps, on {device_of(record)}.",
@@ -181,15 +182,16 @@ def page(
         "",
         *recording.markdown(*_table(rows, memory)),
         "",
-        "PSNR in dB and SSIM compare each image with that of 32-bit or 16-bit attention from the "
-        "same noise; brackets are 95 % bootstrap intervals over seeds. *Frechet* is the Frechet "
-        f"distance to real crops in {record['features']} features of a small network trained "
-        f"here (it tells {record['accuracy of the features']:.1%} of crops right), each in units "
-        "of its spread; that of as many real crops to the others is "
+        "PSNR in dB and SSIM compare each image with the image of 32-bit or 16-bit attention from "
+        "the same noise. Brackets are 95 % bootstrap intervals over seeds. *Frechet* is the "
+        f"Frechet distance to real crops in {record['features']} features of a small network "
+        "trained here, each in units of its spread. The network classifies "
+        f"{record['accuracy of the features']:.1%} of crops correctly. The distance between as "
+        "many real crops and the others is "
         f"{with_interval(record['frechet of real crops'], 2)}. It is not the FID. There is no "
-        "LPIPS: its weights would have to be downloaded. *memory* is the most in use at once in "
-        "sampling a batch, beside the weights; *an image* the time of one, of a batch of many, all "
-        "else in 16 bits.",
+        "LPIPS: its weights would have to be downloaded. *memory* is the peak in sampling a batch, "
+        "without the weights. *an image* is the time of one image in a batch of many, with all "
+        "other parts in 16 bits.",
         "",
         f"![Errors of the latents by step, and losses]({CURVES.name})",
         "",
@@ -198,18 +200,20 @@ def page(
         "",
         "The notes are the plan that this library began as, "
         "[written before there was a kernel](PERFORMANCE.md#what-the-founding-notes-say-and-what-"
-        "was-measured). Of Stable Diffusion 1.5 they give, as PSNR in dB: "
-        + "; ".join(f"{mode} {x}" for mode, x in CLAIMED_PSNR.items())
-        + ". Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error; they call it "
+        "was-measured). For Stable Diffusion 1.5 they state this PSNR in dB.",
+        "",
+        *recording.markdown(list(CLAIMED_PSNR), [[f"{x}" for x in CLAIMED_PSNR.values()]]),
+        "",
+        "Their fall from 36.2 to 33.1 dB, 3.1 dB, doubles the squared error, but they call it "
         "0.63 dB and less than 1 %.",
         "",
         *recording.markdown(
             ["claim", "measured here", "verdict"], claims(record, tuned, memory, linear)
         ),
         "",
-        "This model normalises q and k (QK-norm), so that their size hardly depends on the noise: "
-        "what scales by timestep win shows in the table above, and can be more where a model does "
-        "not. A verdict is \"undecided\" where the interval holds both answers.",
+        "This model normalises q and k (QK-norm), so their size hardly depends on the noise. The "
+        "table above shows the gain of scales by timestep, which can be larger in models without "
+        "it. A verdict is \"undecided\" if the interval contains both answers.",
         "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -43,7 +43,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Settings:
-    """What a training depends on: equal settings, equal weights.
+    """Settings of a training; equal settings give equal weights.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """What do a bias and masks cost in the backward pass, and how far are other libraries?
 
-Varies       the feature: none, softcap 30, a half-true mask (len, len), a float16 bias shared over
-             the batch, or one of each entry and head; head_dim in {64, 128}; length in
-             {1024, 4096, 16384}; float16 and bfloat16
+Varies       the feature: none; a half-true mask (len, len); a float16 bias (heads, len, len),
+             shared over the batch; a bias for each entry and head; softcap 30. Head_dim in
+             {64, 128}; length in {1024, 4096, 16384}; float16 and bfloat16
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1), d_out too; no gradient of the
              bias
 Measures     J2 of one head; time of the backward pass alone, in the form that is taken and in the

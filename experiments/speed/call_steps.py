@@ -2,14 +2,14 @@
 
 Varies       public function
 Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16; nothing is launched, so no device is
-             needed: the interpreter leaves out kernels of the first call, and a stand-in for the
-             driver leaves out kernels of known calls
-Measures     of a first call of fa_tc, by `sys.setprofile`: *stays*, runs of frames of the package
-             in one module, entered or returned to, the caller's own at the end among them; the
-             modules; and *moves* from one module of problem/ to another; of known calls: Python
-             functions that are called; and lines of code by package, docstrings, comments and
-             blanks aside
-Expect       that a change of the way of a call makes none of them more
+             needed; the interpreter skips kernels of the first call, and a stand-in for the driver
+             skips kernels of known calls
+Measures     of a first call of fa_tc, by `sys.setprofile`, three numbers; *stays* are runs of
+             frames in one module of the package, including the caller's module at the end; modules;
+             *moves* lead from one module of problem/ to another; of known calls the number of
+             Python functions that are called; and lines of code by package, without docstrings,
+             comments and blanks
+Expect       no change to a call increases one of them
 Run          python -m experiments.speed.call_steps [--json FILE]
 """
 

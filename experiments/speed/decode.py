@@ -4,7 +4,7 @@ Varies       (batch, key heads, len_kv) from one long sequence to many; query he
              head and len_q: 8 x 1, 8 x 4, 8 x 16 and 1 x 16 rows; head_dim in {64, 128}. With
              --tiles, where there are more than 16 rows, also the tiles of the split form
 Holds fixed  float16, N(0, 1), causal
-Measures     J2 of some rows; bytes of K and V per second of a prepared call, as a share of the
+Measures     J2 of some rows; bytes of K and V per second of a prepared call; the unit is the
              bandwidth of a copy of K and V in the same rounds
 Beside       the portable form of fa_tc, asked for by its tiles, up to 128 MB of K and V
 Run          python -m experiments.speed.decode [--quick] [--tiles] [--json FILE]

@@ -398,11 +398,12 @@ def page(record: Mapping[str, Any]) -> str:
         "# What features cost",
         "",
         "Written by `python -m experiments.speed.feature_costs --stored` from "
-        f"[{Path(RECORD).name}](../{RECORD}): {found_on['name']}, driver {found_on['driver']}, "
-        f"NVRTC {environment['nvrtc']}, {revisions(record)}.",
+        f"[{Path(RECORD).name}](../{RECORD}). Device: {found_on['name']}, driver "
+        f"{found_on['driver']}, NVRTC {environment['nvrtc']}, {revisions(record)}.",
         "",
-        "A cell is the time of a prepared call with one feature, divided by that of the plain call "
-        f"in the same rounds: median of {record['rounds']} rounds and 95 % interval. Each call "
+        "A cell is the time of a prepared call with one feature, divided by the time of the plain "
+        f"call in the same rounds. It has the median of {record['rounds']} rounds and a 95 % "
+        "interval. Each call "
         "held its error bound before it was timed. `fa_int8` quantises by its default, "
         "`QuantConfig()`, with scales of K for each thread."
         + (f" {DAGGER} marks calls that run in another form than the plain one." * daggers),

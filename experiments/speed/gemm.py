@@ -6,12 +6,11 @@ Holds fixed  N(0, 1) activations and weights, codes in blocks of 128, float16 ou
 Measures     the largest error as a share of its bound, on 64 rows and the first and last 128
              columns; time, TOP/s; in the same rounds the ratios to torch._int_mm and to torch's
              FP16 product; of act_quant, weight_quant and weight_dequant their share of the
-             bandwidth of a copy;
-             with --tails instead, where the blocks of a cluster share the tiles of the last wave:
-             the same product with a block to each of these, too, in the same rounds
+             bandwidth of a copy; with --tails, if the blocks of a cluster share the last wave's
+             tiles, the same product with one block for each tile, in turns
 Beside       torch._int_mm, which applies no scales, and torch.matmul
-Expect       1.15 times torch._int_mm and 1.4 times FP16 from 4096 on, no loss to FP16 with few
-             rows, act_quant, weight_quant and weight_dequant at 80 % of a copy
+Expect       1.15 times torch._int_mm and 1.4 times FP16 from 4096 on; no loss to FP16 with few
+             rows; act_quant, weight_quant and weight_dequant at 80 % of a copy
 Run          python -m experiments.speed.gemm [--tiles | --tails | --passes] [--only LABEL]
              [--json FILE]
 """

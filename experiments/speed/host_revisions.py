@@ -1,10 +1,10 @@
 """Does the host take longer for a call than it did at an earlier revision?
 
-Varies       revision: the one beside which this stands, and the one in FOLDER; public function
+Varies       revision: the current checkout, and the one in FOLDER; public function
 Holds fixed  batch 1, 2 heads, length 64, head_dim 64, float16; all processes share one core
-Measures     seconds of the host per call, as experiments.speed.host_time: in turns, 100 calls of
-             the old revision and 100 of the new one, round after round, in pairs of processes; of
-             each pair the median ratio of a round, and of all pairs the median of those
+Measures     seconds of the host per call, as experiments.speed.host_time; pairs of processes take
+             turns with 100 calls of the old revision and 100 of the new one; the median ratio of
+             the rounds of each pair, and the median over all pairs
 Expect       no ratio above 1.02; turns matter, since a core of a shared host is half as fast in
              one second as in the next
 Run          python -m experiments.speed.host_revisions FOLDER REVISION [--pairs N] [--rounds N]

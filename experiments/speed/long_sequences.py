@@ -32,7 +32,7 @@ LENGTHS = (1024, 4096, 16_384, 65_536, 118_800, 131_072, 262_144, 524_288, 1_048
 HEADS = {65_536: 16, 131_072: 4, 1_048_576: 1}
 HEAD_DIM = 128
 VARIANTS = ("fa_tc", "fa_int8")
-#: From this length on a call takes about half a second and more.
+#: Length from which a call takes about half a second and more.
 LONG, LONG_ROUNDS = 2**20, 5
 
 

@@ -7,7 +7,7 @@ Measures     J2, relative error; time, TFLOP/s; in the same rounds the ratio to 
              95 % interval, to the faster of cuDNN and FlashAttention-3
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends;
              FlashAttention-3 where CUPYATTN_FA3 names its extension
-Expect       a geometric mean of at least 1.05 of the faster rival, and no cell lost: a cell is lost
+Expect       a geometric mean of at least 1.05 of the faster rival, and no cell lost; a cell is lost
              if its whole interval is below 0.98
 Run          python -m experiments.speed.peers [--quick] [--json FILE] [--head-dims N ...]
              [--plot FOLDER] [--stored]

@@ -1,13 +1,13 @@
 """How far is fa_int8 from the fastest 8-bit attention there is, and from 16 bits?
 
-Varies       shape: length in {512 ... 16384} at head_dim 64, 128 and 256, causal from 2,048 on, up
-             to 2,048 at 96, 4,096 queries of 77 keys, shapes of diffusion models; with --accuracy
-             the distribution
+Varies       shape: length in {512 ... 16384} at head_dim 64, 128 and 256, causal from 2,048 on;
+             length up to 2,048 at head_dim 96; 4,096 queries of 77 keys; shapes of diffusion
+             models; with --accuracy the distribution
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, where the shape is not a model's;
              float16, N(0, 1)
 Measures     J2 of ours, relative error of all; time with quantising and with codes given; in the
-             same rounds, with its 95 % interval, the ratio to the fastest 8-bit library with its
-             quantising, to cuDNN's FP8 kernel alone and to fa_tc
+             same rounds, with 95 % intervals, ratios to the fastest 8-bit library with its
+             quantising, to cuDNN's FP8 kernel and to fa_tc
 Timing       in CUDA graphs, where the host would be slower than the device: below 10^12 operations
 Beside       SageAttention 1; SageAttention 2 where CUPYATTN_SAGE2 names its package, as its users
              call it and codes given; FlashAttention-3 and cuDNN with FP8 operands: codes given,

@@ -4,9 +4,8 @@ Varies       the mode: Q and K (balanced), V too (aggressive); head_dim; batch, 
 Holds fixed  N(0, 1) operands in float16, grouped and smoothed as the classes of
              `cupyattn.problem.choose`
 Measures     codes and scales of the first head against the mirror, to the bit; time and launches;
-             the bytes that the pass has to move (Q once, K once and a quarter of it again, V twice,
-             codes and scales once) per second, and as a share of what a copy of Q moves in the same
-             rounds
+             the bytes that the pass must move per second, and as a share of a copy of Q in the same
+             rounds; Q counts once, K once and a quarter again, V twice, codes and scales once
 Expect       one launch and 70 % of the bandwidth of a copy
 Run          python -m experiments.speed.quantise [--quick] [--json FILE]
 """

@@ -2,9 +2,9 @@
 
 Varies       keys and values in 16 bits, or their codes; transport; causal or not
 Holds fixed  24 heads of head_dim 128, 118,800 rows (a video of Wan), float16, two devices
-Measures     milliseconds at which each stage of one call begins and ends on each rank, by events of
-             the streams that it runs on, and by the host's clock; and how much of the exchange
-             lies beside attention
+Measures     milliseconds at which each stage of one call begins and ends on each rank; by events of
+             its streams, and by the host's clock; and the share of the exchange that overlaps
+             attention
 Run          python -m experiments.speed.ring_timeline [--quick] [--length N] [--heads N]
              [--transport nccl copies] [--json FILE]
 

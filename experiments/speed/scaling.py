@@ -124,7 +124,7 @@ class Problem:
         return AttentionSpec(*sizes, "float16", self.head_dim**-0.5, causal=self.causal)
 
     def partition(self, ranks: int) -> Partition:
-        """Which rank has which rows."""
+        """Partition of rows among ranks."""
         share = Partition.zigzag if self.causal else Partition.contiguous
         return share(self.length, ranks)
 

@@ -1,13 +1,14 @@
 """What do masks, a bias and a softcap cost in the Hopper forms, and how far are other libraries?
 
 Varies       the feature: key padding (27 % of the keys of three entries of four) as a mask and as
-             lengths of the entries, a half-true mask (len, len), a float16 bias (heads, len, len)
-             shared over the batch, one of each entry and head, softcap 30; head_dim in {64, 128};
-             length in {1024, 4096, 16384}; float16 and bfloat16; rung: fa_tc, and fa_int8 of the
-             accuracy class "balanced"
+             lengths of the entries; a half-true mask (len, len); a float16 bias (heads, len, len)
+             shared over the batch, or one for each entry and head; softcap 30; head_dim in {64,
+             128}; length in {1024, 4096, 16384}; float16 and bfloat16; rung: fa_tc, and fa_int8 of
+             the accuracy class "balanced"
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, N(0, 1)
-Measures     J2 of two heads; time of a prepared call, packing of masks included; in the same rounds
-             its ratio to the plain call and to the fastest other library, and of fa_int8 to fa_tc
+Measures     J2 of two heads; time of a prepared call, including packing of masks; in the same
+             rounds its ratio to the plain call and to the fastest other library, and of fa_int8 to
+             fa_tc
 Beside       torch's scaled_dot_product_attention with its cuDNN and memory-efficient backends,
              FlexAttention compiled for each case, its block mask made beforehand, and
              FlashAttention-4 where it can be imported
@@ -470,8 +471,9 @@ def section(record: Mapping[str, Any]) -> str:
         f"{environment['device']['name']}, revision {environment['revision'][:10]}"
         f"{merging.of_another_revision(record)}.",
         "",
-        "Of a call: its time, packing of masks included; that as a multiple of the plain call's; "
-        "and its speed as a multiple of the fastest other library's. `fa_int8` quantises as the "
+        "A cell has three numbers of a call. They are the time, including the packing of masks, "
+        "its ratio to the plain call's time, and the speed relative to the fastest other library. "
+        "`fa_int8` quantises as the "
         'accuracy class "balanced" does, with scales of K for each block of keys. Libraries that '
         "take the call were "
         f"timed, of: {libraries}. FlashAttention-3 was not among them; "
@@ -483,9 +485,9 @@ def section(record: Mapping[str, Any]) -> str:
         "is float16, (heads, length, length), and the same for every batch entry; an *own bias* "
         "has one for each batch entry as well.",
         "",
-        "These forms multiply a bias by log2(e), `fa_tc` by 1/scale, too. Where that overflows "
-        "float32, as with `finfo.min` of bfloat16, the bias counts as -inf: a row that has nothing "
-        "else is zeros, with lse = -inf, and not the mean of V. For padding give `mask=`, or a "
+        "These forms multiply a bias by log2(e), `fa_tc` by 1/scale, too. If that overflows "
+        "float32, as with `finfo.min` of bfloat16, the bias counts as -inf. A row with only such "
+        "biases is zeros, with lse = -inf, and not the mean of V. For padding give `mask=`, or a "
         "bias of about -1e4.",
     ]
     for found in record["problems"]:

@@ -1,7 +1,8 @@
 """Which rates say what whole models gain?
 
 Varies       nothing: it reads the gains of whole models, and the shapes of their weights.
-Holds fixed  cupyattn/measure/whole_gains.json. LTX, Wan 2.2 5B and HunyuanVideo are held out, and
+Holds fixed  cupyattn/measure/whole_gains.json and single calls of attention in
+             experiments/results/scores.json. LTX, Wan 2.2 5B and HunyuanVideo are held out, and
              the number of tokens of Wan 14B in experiments/results/diffusers_blocks.json.
 Measures     seconds for each operation and element of a native pass, and seconds that each part
              saves. They are fitted by least squares of relative errors, and not negative.
@@ -13,10 +14,11 @@ nothing and prints each prediction beside the record. ``--pairs`` writes nothing
 without each pair of families, and prints the largest error of that pair. Passes are CUDA graphs
 where they were measured as such, so that the host has no part in them.
 
-HunyuanVideo gives torch's attention a mask of keys, which makes it slower. No other family does, so
-its own record cannot say how much. Rates of such attention are multiples of the rates without a
-mask. The factors are of single calls with a mask of keys in experiments/results/scores.json:
-cuDNN's for torch, and ours by admitted key.
+Rates of attention are not fitted: they are single calls in bfloat16. Torch's rate is cuDNN's, and
+ours is the rate of the fastest kernel that an accuracy class allows. HunyuanVideo has a mask of
+keys, which makes torch's attention slower. Its rates are calls with such a mask, ours by admitted
+key. For 8-bit P.V the factor to the balanced class comes from calls on an H100, in
+experiments/results/peers_int8.json.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from cupyattn.diffusion import advice
-from cupyattn.diffusion.work import HEAD_DIMS, MASKED, Work, kind_of_attention, work_of
+from cupyattn.diffusion.work import HEAD_DIMS, KEYS, MASKED, Work, kind_of_attention, work_of
 from cupyattn.measure import whole_gains
 from experiments._harness import recording
 from experiments._harness.diffusers_models import libraries
@@ -71,12 +73,18 @@ def measured(one: whole_gains.WholeModel) -> tuple[float, float, dict[str, float
     return seconds, saved("linear", "full"), {name: saved("attention", name) for name in CLASSES}
 
 
-def fitted(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return non-negative coefficients of columns that sum to the seconds of each row."""
+def fitted(
+    rows: Sequence[Sequence[float]], seconds: Sequence[float], known: Sequence[float] | None = None
+) -> list[float]:
+    """Return non-negative coefficients of columns that sum to the seconds of each row.
+
+    `known` seconds of each row are no column's.
+    """
     from scipy.optimize import nnls
 
     of = np.asarray(seconds)
-    found, _ = nnls(np.asarray(rows) / of[:, None], np.ones(of.size))
+    left = of if known is None else of - known
+    found, _ = nnls(np.asarray(rows) / of[:, None], left / of)
     return [rounded(x) for x in found]
 
 
@@ -85,34 +93,57 @@ def rounded(x: float) -> float:
     return float(f"{x:.6g}")
 
 
-def ratios_of_masks(head_dim: int) -> tuple[float, float]:
-    """Return how much longer torch's attention and ours take with a mask that admits all keys."""
+def single_calls(head_dim: int, keys: int, masked: bool) -> tuple[float, dict[str, float]]:
+    """Return seconds of 10^12 operations of torch's attention, and of ours by accuracy class."""
+    (cell,) = (
+        cell for cell in recording.stored("scores")["problems"]
+        if is_of(cell, head_dim, keys) and cell["problem"]["dtype"] == "bfloat16"
+    )  # fmt: skip
+    given = cell["problem"]
+    feature, admitted = ("key padding", cell["admitted"]) if masked else ("plain", 1.0)
+    flops = 4e-12 * given["batch"] * given["heads"] * keys**2 * head_dim
+    rates = {
+        row["name"]: row["seconds"][0] / flops
+        for row in cell["rows"] if row["feature"] == feature and row.get("seconds")
+    }  # fmt: skip
+    full = rates["fa_tc"] / admitted
+    balanced = min(full, rates["fa_int8"] / admitted)
+    aggressive = balanced * ratio_of_8_bit_pv(head_dim, keys)
+    return rates["cuDNN"], {"full": full, "balanced": balanced, "aggressive": aggressive}
+
+
+@functools.cache
+def ratio_of_8_bit_pv(head_dim: int, keys: int) -> float:
+    """Return the time of the fastest kernel with 8-bit P.V allowed, over that without it."""
     ratios = []
-    for cell in recording.stored("scores")["problems"]:
-        problem = cell["problem"]
-        if problem["head_dim"] != head_dim or problem["dtype"] != "bfloat16":
-            continue
-        rows = {(row["feature"], row["name"]): row for row in cell["rows"]}
-        torch, ours = (
-            rows["key padding", name]["seconds"][0] / rows["plain", name]["seconds"][0]
-            for name in ("cuDNN", "fa_tc")
-        )  # fmt: skip
-        ratios.append((torch, ours / cell["admitted"]))
-    return median(torch for torch, _ in ratios), median(ours for _, ours in ratios)
+    for cell in recording.stored("peers_int8")["problems"]:
+        if is_of(cell, head_dim, keys):
+            seconds = {row["variant"]: row.get("seconds") for row in cell["rows"]}
+            others = min(seconds["fa_tc"], seconds["fa_int8 balanced"])
+            ratios.append(min(others, seconds["fa_int8 aggressive"]) / others)
+    return median(ratios)
 
 
-def with_masks(row: dict[str, Any]) -> dict[str, Any]:
-    """Add the rates of attention with a mask of keys."""
-    attention = dict(row["attention"])
-    saved = {accuracy: dict(of) for accuracy, of in row["saved_attention"].items()}
-    for head_dim in HEAD_DIMS:
-        plain = kind_of_attention(head_dim)
-        masked = kind_of_attention(head_dim, MASKED[0])
-        torch, ours = ratios_of_masks(head_dim)
-        attention[masked] = rounded(torch * attention[plain])
-        for of in saved.values():
-            of[masked] = rounded(attention[masked] - ours * (attention[plain] - of[plain]))
-    return {**row, "attention": attention, "saved_attention": saved}
+def is_of(cell: Mapping[str, Any], head_dim: int, keys: int) -> bool:
+    """Whether a cell of a record is attention of this head_dim and as many queries as keys."""
+    given = cell["problem"]
+    return not (given["causal"] or given["length_kv"]) and (
+        (given["head_dim"], given["length"]) == (head_dim, keys)
+    )
+
+
+@functools.cache
+def rates_of_attention() -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Return rates of torch's attention by kind, and what ours saves by accuracy class and kind."""
+    native: dict[str, float] = {}
+    saved: dict[str, dict[str, float]] = {accuracy: {} for accuracy in CLASSES}
+    for masked, head_dim, keys in itertools.product((False, True), HEAD_DIMS, KEYS):
+        kind = kind_of_attention(head_dim, keys, MASKED[0] if masked else "")
+        torch, ours = single_calls(head_dim, keys, masked)
+        native[kind] = rounded(torch)
+        for accuracy in CLASSES:
+            saved[accuracy][kind] = rounded(torch - ours[accuracy])
+    return native, saved
 
 
 def table(
@@ -120,37 +151,32 @@ def table(
 ) -> dict[str, Any]:
     """Return what the file holds, fitted without some of the families."""
     fit = [one for one in models if one.name not in held_out]
-    works = {one.name: work_of_family(one.name) for one in fit}
-    times = {one.name: measured(one) for one in fit}
-    kinds = [kind_of_attention(head_dim) for head_dim in HEAD_DIMS]
-    fit = [one for one in fit if not works[one.name].attention.keys() - kinds]
+    works = [work_of_family(one.name) for one in fit]
+    native, linear, attention = zip(*map(measured, fit), strict=True)
+    rates, saved = rates_of_attention()
 
-    def attention(one: whole_gains.WholeModel) -> list[float]:
-        return [works[one.name].attention.get(kind, 0.0) / 1e12 for kind in kinds]
+    def time(per: Mapping[str, float], of: Work) -> float:
+        return sum(per[kind] * flops for kind, flops in of.attention.items()) / 1e12
 
-    def layers(one: whole_gains.WholeModel) -> float:
-        return works[one.name].linear / 1e12
-
-    native = fitted(
-        [[layers(m), works[m.name].traffic / 1e9, *attention(m)] for m in fit],
-        [times[m.name][0] for m in fit],
-    )
-    (saved_linear,) = fitted([[layers(m)] for m in fit], [times[m.name][1] for m in fit])
-    saved = {
-        accuracy: dict(zip(kinds, fitted(
-            [attention(m) for m in fit], [times[m.name][2][accuracy] for m in fit]
-        ), strict=True))
-        for accuracy in CLASSES
-    }  # fmt: skip
+    layers, traffic = fitted(
+        [[of.linear / 1e12, of.traffic / 1e9] for of in works], native,
+        [time(rates, of) for of in works],
+    )  # fmt: skip
+    (saved_linear,) = fitted([[of.linear / 1e12] for of in works], linear)
+    copies = {}
+    for accuracy in CLASSES:
+        (copies[accuracy],) = fitted(
+            [[of.copies / 1e9] for of in works], [one[accuracy] for one in attention],
+            [time(saved[accuracy], of) for of in works],
+        )  # fmt: skip
     device = fit[0].device
     row = {
-        "device": device, "linear": native[0], "traffic": native[1],
-        "attention": dict(zip(kinds, native[2:], strict=True)), "saved_linear": saved_linear,
-        "saved_attention": saved,
+        "device": device, "linear": layers, "traffic": traffic, "attention": rates,
+        "saved_linear": saved_linear, "saved_attention": saved, "saved_copies": copies,
     }  # fmt: skip
     return {
         "written_by": "python -m experiments.tuning.advice_rates",
-        "held_out": list(held_out), "rates": {device.split()[-1].lower(): with_masks(row)},
+        "held_out": list(held_out), "rates": {device.split()[-1].lower(): row},
     }  # fmt: skip
 
 
@@ -182,10 +208,7 @@ def predictions(
 
 
 def worst_of_pairs() -> dict[tuple[str, str], tuple[float, str]]:
-    """Return the largest error of each pair of families that rates are fitted without, and where.
-
-    Rates of attention with a mask are fitted to no family, so any pair may have it.
-    """
+    """Return the largest error of each pair of families that is held out, and where."""
     models, found = whole_gains.measured(), {}
     for pair in itertools.combinations([one.name for one in models], 2):
         rows = table(models, pair)["rates"]

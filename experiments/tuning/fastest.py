@@ -82,7 +82,7 @@ def _table(
         f"{found.get('device', device['name'])}, revision {found.get('revision', own)[:10]}"
         for found in record["problems"]
     ]
-    listed = ";\n".join(f"#: {origin}" for origin in dict.fromkeys(origins))
+    listed = ".\n".join(f"#: {origin}" for origin in dict.fromkeys(origins))
     lines = [TABLE.format(what=what, origins=f"{listed}.", name=name, record=source, rows=rows)]
     for found in record["problems"]:
         problem = found["problem"]

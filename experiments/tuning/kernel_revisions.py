@@ -3,8 +3,8 @@
 Varies       kernels: today's kernels_cu and the one in FOLDER; the problems of peers and peers_int8
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, where the shape is not a model's;
              float16, N(0, 1); codes given; the host's code, so both get the same parameters
-Measures     whether the PTX is the same (there is nothing to time then), whether the results have
-             the same bits, and the ratio of the old time to the new, round by round
+Measures     whether the PTX is the same (then nothing is timed); whether the results have the same
+             bits; and the ratio of the old time to the new, round by round
 Expect       no ratio below 0.99, and the same bits
 Run          python -m experiments.tuning.kernel_revisions FOLDER REVISION [--json FILE]
              [--rungs NAME ...] [--only TEXT] [--quick]

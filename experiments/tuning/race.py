@@ -4,9 +4,9 @@ Varies       candidates: folders laid over kernels_cu, and tiles; head_dim, leng
              rung and form (fa_tc for sm_90a, its Hopper form, if not told otherwise)
 Holds fixed  16,384 tokens in all, heads x head_dim = 2048, float16, N(0, 1)
 Measures     registers, spills, shared memory; J2, relative error; time, and in the same rounds the
-             ratio to the first candidate and to a rival: for the Hopper form the faster of cuDNN
-             and FlashAttention-3, for the portable one FlashAttention-2
-Expect       to be told by whoever wrote the candidates, beforehand
+             ratio to the first candidate and to a rival; the rival of the Hopper form is the faster
+             of cuDNN and FlashAttention-3, of the portable form FlashAttention-2
+Expect       stated beforehand by the author of the candidates
 Run          python -m experiments.tuning.race now wide@192x96w16s2 new=FOLDER
              both=FOLDER@128x160w12s2 [--rung fa_tc --arch sm_90] [--cells 128:512 64:4096c ...]
              [--quick] [--json FILE]
@@ -86,7 +86,7 @@ HOPPER = Form(ladder.lookup("fa_tc"), "sm_90a")
 
 @dataclass(frozen=True)
 class Candidate:
-    """What takes part: a source, in a folder with all that it includes, and tiles or None."""
+    """A candidate: a source, in a folder with all that it includes, and tiles or None."""
 
     name: str
     source: Path

@@ -188,7 +188,7 @@ struct BiasGradientParams {
 };
 
 // Hopper forms of the backward pass take it. pack_mask.cu packs the transposed mask, with keys as
-// rows. For sm90/backward_queries_wide.cu it packs tiles of query rows.
+// rows. For sm90/backward_queries_wide.cu it packs the mask itself, in query rows and key steps.
 template <bool>
 struct KeysParams : BackwardParams {};
 template <>

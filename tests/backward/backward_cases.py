@@ -1,8 +1,9 @@
-"""What tests of the gradients share, on a device and in the interpreter: problems and runs."""
+"""Problems and runs that tests of the gradients share, on a device and in the interpreter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,9 @@ import numpy as np
 
 from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
 from cupyattn.arrays.kinds import STORAGE
+from cupyattn.compiler import modules as compiler
 from cupyattn.gradients import GradientReport, Gradients, GradientsWithBias, judge_backward
+from cupyattn.kernels import backward_tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.row_preparation import BUFFERS_OF, OPTIONS, Preparation
 from cupyattn.problem.settings import Settings
@@ -27,9 +30,9 @@ from tests.support.runs import (
     rope_tables,
 )
 
-#: What `cupyattn.attention_backward` takes: d_out, q, k, v, out, lse.
+#: Arguments of `cupyattn.attention_backward`: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
-#: By the option of `attention_backward`.
+#: Values by the option of `attention_backward`.
 FORMS = {"atomic": False, "deterministic": True}
 #: The same of Hopper, where these are compiled for it.
 HOPPER_FORMS = {f"sm90_{name}": deterministic for name, deterministic in FORMS.items()}
@@ -175,6 +178,35 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     yield from _with_their_options(some)
 
 
+@contextmanager
+def pairs_taken() -> Iterator[None]:
+    """Let calls take the kernel that runs in pairs of blocks; ready calls of others are not used,
+    nor these after."""
+    before, backward_tiles.PAIRED = backward_tiles.PAIRED, True
+    compiler.cache_clear(disk=False)
+    try:
+        yield
+    finally:
+        backward_tiles.PAIRED = before
+        compiler.cache_clear(disk=False)
+
+
+def taken_from(file: str) -> AbstractContextManager[None]:
+    """Let calls take a kernel of this file, also if none is chosen yet."""
+    return pairs_taken() if "_pair" in file else nullcontext()
+
+
+def revealing_pair_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
+    """Yield the same for the kernel past head_dim 128 that runs in pairs of blocks."""
+    some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+        (136, 330, 100, {}),
+        (160, 150, 270, {"causal": True}),
+        (256, 70, 140, {"d_lse": gradients_of_lse(np.random.default_rng(0), (1, 2, 70))}),
+        (256, 150, 270, {"window": (150, 40)}),
+    )
+    yield from _with_their_options(some)
+
+
 def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield the same for the kernels of Hopper past head_dim 128."""
     kept = np.array([[1, 0, 1, 1, 0], [0, 1, 1, 0, 1], [1, 1, 0, 1, 1]], bool)[None, None]
@@ -201,6 +233,8 @@ def _with_their_options(
 
 def revealing_of(file: str, form: str) -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield the problems that bring a mistake in a source to light."""
+    if "_pair" in file:
+        return revealing_pair_backward()
     if "_wide" in file:
         return revealing_wide_backward()
     return revealing_hopper_backward() if form in HOPPER_FORMS else revealing_backward()
@@ -217,10 +251,10 @@ def run_packed_backward(
     of_lse: bool = False,
     **options: Any,
 ) -> Iterator[BackwardRun]:
-    """Call `attention_varlen_backward`; yield what came of every sequence that has rows and keys.
+    """Call `attention_varlen_backward`; yield the results of every sequence that has rows and keys.
 
-    `move` brings arrays to where they are to be; `of_lse`: lse has a gradient, too. Rows of other
-    sequences count for nothing: those of an empty one in q leave keys without gradients.
+    `move` moves arrays to their device; `of_lse`: lse has a gradient, too. Rows of other sequences
+    have no influence: an empty sequence in q leaves its keys without gradients.
     """
     host, ends = packed(lengths, 4, 2, head_dim)
     inputs = move(*host)

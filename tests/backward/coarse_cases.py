@@ -1,6 +1,6 @@
 """Rows whose float32 log-sum-exp is too coarse to give P, and their gradients by the definition.
 
-Scores are exact in float32 up to one rounding, that of the bias, so the gradients are unambiguous.
+Scores are exact in float32 except for the rounding of the bias, so the gradients are unambiguous.
 """
 
 from __future__ import annotations

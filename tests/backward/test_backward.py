@@ -1,4 +1,4 @@
-"""Gradients: the definition, the mirror within its bound, what the bound notices, and the call."""
+"""Gradients: the definition, the mirror within its bound, noticed faults, and the call."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_mirror_is_within_its_bound_on_distributions(distribution: str, dtype: s
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [2.0**-14, 2.0**-6, 2.0**9])
 def test_mirror_is_within_its_bound_where_dO_is_small_or_large(dtype: str, factor: float) -> None:
-    """As where a loss is scaled: dS is subnormal in float16, or leaves its range."""
+    """With a scaled loss, dS is subnormal in float16, or leaves its range."""
     d_out, *rest = received(*distributions.make("normal", 1, 2, 40, 90, 32, dtype, seed=2))
     inputs: Received = (scaled(d_out, factor), *rest)
     with np.errstate(over="ignore"):
@@ -328,7 +328,7 @@ def test_a_forward_pass_in_int8_has_16_bit_gradients() -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_a_rotary_embedding(form: str, interleaved: bool) -> None:
-    """Those of the turned operands, turned back, with R0 on top of their bound."""
+    """They equal the turned operands' gradients, turned back; R0 is added to the bound."""
     q, k, v = normal((1, 2, 19, 32), (1, 1, 33, 32))
     options = {"rope_interleaved": interleaved, "rope_offset_q": 14}
     rope = rope_tables(40, 32)

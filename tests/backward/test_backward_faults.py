@@ -18,6 +18,7 @@ from tests.backward.backward_cases import (
     revealing_of,
     run_backward,
     run_packed_backward,
+    taken_from,
 )
 from tests.faults.fault_patches import FOLDER, Fault, parse
 from tests.interpret.test_interpret_faults import check_noticed
@@ -71,4 +72,5 @@ def test_a_mistake_is_noticed(
 ) -> None:
     folder = fault.plant(tmp_path)
     monkeypatch.setattr(compiler, "KERNELS", folder)
-    check_noticed(interpreted(fault, form), fault, folder)
+    with taken_from(fault.hunks[0].file):
+        check_noticed(interpreted(fault, form), fault, folder)

@@ -1,4 +1,4 @@
-"""The Hopper form of the backward pass: what takes it, and its kernels in the interpreter."""
+"""The Hopper form of the backward pass: its calls, and its kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS_BIAS = Operand((1, 4, 200, 300), (800, 200, 1, 0), 2, 0)
 #: 16-bit biases that the copy engine moves, and one for all query rows.
 DENSE_BIAS = Operand((1, 4, 200, 300), (243200, 60800, 304, 1), 2, 0)
 KEYS_BIAS = Operand((1, 4, 200, 300), (0, 0, 0, 1), 2, 0)
-#: What kernels of 512 registers for four threads may not do: wait for each product by itself.
+#: Kernels of 512 registers for four threads must not wait for each product separately.
 SERIALISED = "wgmma.mma_async instructions are serialized"
 
 
@@ -232,7 +232,7 @@ def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
 
 
 def test_gradients_of_fewer_rows_are_within_their_bound() -> None:
-    """Of the first of the problems below, whose rows do not depend on how many there are."""
+    """It has the first of the problems below, whose rows do not depend on their number."""
     (d_out, q, k, v, o, lse), options = next(iter(revealing_hopper_backward()))
     inputs = (d_out[:, :, :200], q[:, :, :200], k, v, o[:, :, :200])
     few: Any = (*map(embedded, inputs), lse[..., :200])
@@ -408,7 +408,7 @@ def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str, of_scores
     assert profile.excess == 0 and f"backward_keys{wide}" in profile.kernels
 
 
-#: Of q and k: one without rows, one without keys, one longer than a block of either.
+#: Lengths of q and k: one without rows, one without keys, one longer than a block of either.
 PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
 
 

@@ -153,7 +153,7 @@ def test_a_grid_past_what_a_launch_takes_is_told() -> None:
         plan_of(replace(call, heads=2**10), deterministic=True)
 
 
-#: Of `revealing_backward`, what is interpreted in every run of the tests.
+#: The cases of `revealing_backward` that are interpreted in every run of the tests.
 AT_ONCE = (
     (0, "atomic"), (3, "atomic"), (4, "deterministic"), (6, "atomic"), (7, "atomic"),
     (8, "deterministic"),
@@ -262,7 +262,7 @@ def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
     assert one.gradients.dq.dtype == STORAGE["float16"]
 
 
-#: Of q and k: one without rows, one without keys, one longer than a block of either.
+#: Lengths of q and k: one without rows, one without keys, one longer than a block of either.
 PACKED = ((5, 9), (0, 20), (150, 140), (7, 0), (40, 70))
 
 

@@ -96,7 +96,7 @@ def test_a_rotary_embedding_and_a_bias_beside_it(interleaved: bool) -> None:
 
 
 def test_rows_have_the_bits_of_the_mirror() -> None:
-    """Of the pass alone: rows of odd strides and bfloat16, turned back by their positions."""
+    """This tests only the pass: rows of odd strides and bfloat16, turned back by position."""
     for head_dim, vec in ((6, 2), (40, 8), (200, 8)):
         x, _, dy = normal((2, 3, 70, head_dim), (2, 3, 70, head_dim), "bfloat16")
         weight = np.random.default_rng(0).standard_normal((3, head_dim)).astype(np.float32)

@@ -1,7 +1,7 @@
 """Sums, codes of P and stores: each inequality on random and on adversarial numbers.
 
-Each also says how far below its bound the worst error found may stay, so that one which is made
-too wide is noticed.
+Each test also limits how far the worst error may stay below its bound, so that a bound that
+becomes too wide is noticed.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ FLOATS = [name for name in FORMS if name not in INTEGERS]
 
 
 class Call:
-    """One call of a form on the mirror: its output, and what is predicted of it."""
+    """One call of a form on the mirror: its output, and the prediction."""
 
     def __init__(self, name: str, q: Any, k: Any, v: Any, **options: Any) -> None:
         form, quant, arch = FORMS[name]
@@ -204,7 +204,7 @@ def test_the_guard_of_whole_numbers(name: str, length: int) -> None:
 @pytest.mark.parametrize("kind", ["normal", "one sign", "one sign of a channel", "spread"])
 @pytest.mark.parametrize("name", FLOATS)
 def test_sums_that_are_cut_off(name: str, kind: str) -> None:
-    """As tensor cores add 8-bit floats: 32 products at a time, 13 bits, toward zero; or exactly."""
+    """Tensor cores add 8-bit floats 32 products at a time, in 13 bits, toward zero; or exactly."""
     q, k, v = drawn("normal", 600, dtype="float32")
     if kind == "one sign":
         v = np.abs(v)
@@ -241,7 +241,7 @@ def test_subnormal_values_are_cut_off_at_the_least_normal_number(
 
 
 def replaced(call: Call) -> Call:
-    """Return the call with what is predicted of it now."""
+    """Return the call with its new prediction."""
     other = copy(call)
     other.found = predict_kernel(call.kernel)
     return other

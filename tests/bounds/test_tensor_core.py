@@ -31,7 +31,7 @@ KINDS = ("normal", "one sign", "cancelling", "one large", "small", "rising")
 def chain(w: Any, v: Any, M: Any, starts: Any, depth: int, rng: Any, **how: Any) -> Any:
     """Sum w v, 16 keys at a time and `depth` of them at once, in any order; in units of 2^M[-1].
 
-    `M` has a whole number for each key, equal among those of an instruction. At `starts` another
+    `M` has a whole number for each key, equal within an instruction. At `starts` another
     accumulator begins, as in slices and pieces.
     """
     sums, acc, last = np.zeros(CHANNELS), np.zeros(CHANNELS), M[0]
@@ -115,7 +115,7 @@ def test_accumulators_are_sums_of_the_keys_before(seed: int) -> None:
 
 
 def test_steps_are_whole_instructions() -> None:
-    """So keys from a multiple of 16 on are those of one instruction."""
+    """So the keys from a multiple of 16 on belong to one instruction."""
     for variant in VARIANTS.values():
         for form in variant.forms:
             if numerics(variant.family, form, "float16").values != "tensor_core":

@@ -1,6 +1,6 @@
-"""What coverage-guided fuzzing runs: bytes as the header of a file, for as long as it is told to.
+"""Target of coverage-guided fuzzing, which reads bytes as the header of a file.
 
-``python -m tests.checkpoints.fuzz_header CORPUS -max_total_time=600`` goes on by itself; it needs
+``python -m tests.checkpoints.fuzz_header CORPUS -max_total_time=600`` runs it alone; it needs
 atheris.
 """
 
@@ -18,8 +18,11 @@ SIZE_BYTES = 2
 
 
 def one(data: bytes) -> None:
-    """Parse; what is no ValueError with the name of the file is a finding, and so is a header
-    whose tensors do not fill the file, or that does not survive being written again."""
+    """Parse a header.
+
+    Exceptions other than a ValueError with the file's name are findings. So are accepted headers
+    whose tensors do not fill the file, or that change when they are written again.
+    """
     size, text = int.from_bytes(data[:SIZE_BYTES], "little"), data[SIZE_BYTES:]
     try:
         found = parse_header(text, 8 + len(text) + size, "some file")

@@ -1,4 +1,4 @@
-"""What `analyze` says of a model: roles, errors, verdicts, totals, memory; and the command."""
+"""Results of `analyze` for a model: roles, errors, verdicts, totals, memory; and the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with a scale for each channel: analysed, converted, read back; what is refused."""
+"""Checkpoints with a scale for each channel are analysed, converted, read back, or refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_channels_are_recommended_by_their_error(tmp_path: Path) -> None:
     ratio = plain.channel_error / plain.block_error
     assert plain.recommended == ("channel" if ratio <= CHANNEL_LIMIT else "block")
     text = found.summary()
-    assert re.search(r"at most 1.05 times as much as those of blocks in \d of 2 layers", text)
+    assert re.search(r"at most 1.05 times as much as scales of blocks in \d of 2 layers", text)
     rows = {row[1]: row for row in found.cells(every=True)}
     assert rows["b.fc.weight"][-2].startswith("block: ")
     (tmp_path / "x.json").write_text(json.dumps(found.to_dict()))

@@ -96,7 +96,7 @@ def test_a_code_without_a_counterpart_is_kept() -> None:
 
 @pytest.mark.frameworks
 def test_a_model_runs_on_the_codes(tmp_path: Path) -> None:
-    """As comfy-kitchen computes: rows rotated, codes by row, whole sums, scales at the end."""
+    """comfy-kitchen rotates rows, makes codes by row, sums integers, and scales at the end."""
     torch = pytest.importorskip("torch")
     from cupyattn.interop.torch import load_int8
     from cupyattn.interop.torch.writing import write_int8
@@ -179,7 +179,7 @@ def test_layers_in_16_bits_are_dequantised_only(tmp_path: Path) -> None:
 
     w = np.random.default_rng(0).standard_normal((8, 256))
     path = write(tmp_path / "m.safetensors", layer("0", w, 256, full_precision_matrix_mult=True))
-    with pytest.raises(UnsupportedError, match="'0.weight' are to have 16 bits"):
+    with pytest.raises(UnsupportedError, match="'0.weight' must have 16 bits"):
         load_int8(torch.nn.Sequential(torch.nn.Linear(256, 8, bias=False)), path)
     arrays = layer("0", w, 256)
     arrays["0.weight"][:] = -128

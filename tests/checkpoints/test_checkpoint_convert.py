@@ -1,4 +1,4 @@
-"""A model as INT8 and back: what is written, that it is written whole, and what is refused."""
+"""Convert a model to INT8 and back: the written files, which are whole, and the refusals."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def test_shards_that_were_damaged_are_made_again(
         state = shards.parent / "state.json"
         state.write_text(json.dumps({"key": json.loads(state.read_bytes())["key"]}))
     convert(path, tmp_path / "out", SMALL, max_shard_bytes=20_000)
-    assert f"{shard} is not what was written: it is written again" in caplog.text
+    assert f"{shard} is damaged: it is written again" in caplog.text
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

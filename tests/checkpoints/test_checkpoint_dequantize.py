@@ -1,4 +1,4 @@
-"""Checkpoints of codes: those of other libraries, and those that cannot be read."""
+"""Dequantise checkpoints of codes by other libraries, and refuse unreadable ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_codes_that_cannot_be_read(tmp_path: Path, config, arrays, options, said
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("change", [{"version": 4}, {"dtypes": 3}, {"config": {}}, None])
+@pytest.mark.parametrize("change", [{"version": 5}, {"dtypes": 3}, {"config": {}}, None])
 def test_a_damaged_record(tmp_path: Path, monkeypatch, change) -> None:  # type: ignore[no-untyped-def]
     metadata = conversion._ToInt8.metadata
 
@@ -80,7 +80,7 @@ def test_a_damaged_record(tmp_path: Path, monkeypatch, change) -> None:  # type:
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
 @pytest.mark.parametrize("export", ["compressed-tensors", "deepseek"])
 def test_a_model_without_int8_layers_comes_back(tmp_path: Path, dtype: Any, export: str) -> None:
-    """All its layers are too small; types, names and numbers are those of the source."""
+    """All its layers are too small; types, names and numbers equal the source."""
     arrays = model(dtype=dtype)
     path = source(tmp_path / "model", arrays)
     done = convert(path, tmp_path / "none", Int8Config(min_elements_for_int8=10**9), export=export)
@@ -96,9 +96,9 @@ def test_a_model_without_int8_layers_comes_back(tmp_path: Path, dtype: Any, expo
 
 
 def test_a_configuration_of_no_layers_comes_back(tmp_path: Path) -> None:
-    """What earlier versions wrote where no layer became INT8: a group without targets."""
+    """Earlier versions wrote a group without targets if no layer became INT8."""
     convert(source(tmp_path / "model"), tmp_path / "int8", Int8Config(min_elements_for_int8=10**9))
-    config = layout.quantization_config("compressed-tensors", 128, [], [])
+    config = layout.quantization_config("compressed-tensors", 128, {"block": []}, [])
     (tmp_path / "int8" / "config.json").write_text(json.dumps({"quantization_config": config}))
     dequantize(tmp_path / "int8", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {}

@@ -1,4 +1,4 @@
-"""The safetensors header: what is taken, what is refused and how that is said."""
+"""The safetensors header: accepted headers, refused headers, and their messages."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from cupyattn.checkpoints import open_checkpoint, open_kandinsky, optimize_kandi
 from cupyattn.errors import UnsupportedError
 from tests.checkpoints.checkpoint_files import SMALL, Arrays, write
 
-#: As the publishers have it, with other sizes.
+#: The publishers' configuration, with other sizes.
 YAML = """
 model:
   checkpoint_path: "./weights/model/lite_10s.safetensors"

@@ -23,7 +23,7 @@ RUN = rf"run it with cupyattn\.interop\.torch\.load_int8, or {BACK}"
 
 
 def of_others(folder: Path, strategy: str, activations: dict[str, Any] | None, **more: Any) -> Path:
-    """Write a folder as compressed-tensors does, with what it says of activations."""
+    """Write a folder in the format of compressed-tensors, with this description of activations."""
     made(folder, strategy, symmetric=True, **more)
     config = json.loads((folder / "config.json").read_text())
     (group,) = config["quantization_config"]["config_groups"].values()
@@ -113,7 +113,7 @@ def test_activations_of_16_bits_do_not_become_8(
         (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     fc = nn.ModuleDict({"fc": nn.Linear(64, 24, bias=False)})
     module = nn.ModuleDict({"a": fc, "other": nn.ParameterDict({"bias": nn.Parameter(_ones(3))})})
-    with pytest.raises(UnsupportedError, match="those of 'a.fc.weight' are to have 16 bits: deq"):
+    with pytest.raises(UnsupportedError, match="of 'a.fc.weight' must have 16 bits, but"):
         load_int8(module, folder)
     assert type(fc["fc"]) is nn.Linear
     dequantize(folder, tmp_path / "back")

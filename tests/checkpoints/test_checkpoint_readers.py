@@ -1,6 +1,5 @@
-"""Other libraries read what is written here: compressed-tensors the codes, diffusers the models.
-
-None of them is needed for anything else, so that each test asks for its library first.
+"""Other libraries read the written files: compressed-tensors the codes, diffusers the models. Only
+these tests need the libraries, so each test imports its library first or skips.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotated weights in files: what `convert` writes, what reads it, and what comes back."""
+"""Rotated weights in files: written by `convert`, read by loaders, and converted back."""
 
 from __future__ import annotations
 

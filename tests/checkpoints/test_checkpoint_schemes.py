@@ -129,7 +129,7 @@ def test_packed_codes_are_read(tmp_path: Path, strategy: str, bits: int, symmetr
 def test_wide_weights_are_read_in_parts(
     tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows longer than what is in work at a time, of codes and of the check."""
+    """Rows of codes are longer than a part of the work, and than a part of the check."""
     monkeypatch.setattr(codes, "_PART", 2**10)
     monkeypatch.setattr(codes, "_CHECKED", 2**9)
     rng = np.random.default_rng(0)

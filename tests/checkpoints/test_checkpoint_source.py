@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: which files are read, and what is refused."""
+"""Checkpoints on a disk: the files that are read, and the refusals."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_without_torch_nothing_is_unpickled(
 
 
 def test_the_header_alone_is_read_to_open(tmp_path: Path) -> None:
-    """A file whose tensors take no room on the disk, because nobody wrote them."""
+    """The file's tensors take no room on the disk, because they were not written."""
     data = file_content({"x.weight": np.zeros((1024, 1024), np.float32)})
     path = tmp_path / "sparse.safetensors"
     start = data[: len(data) - 2**22].replace(b"[1024,1024]", b"[1048576,1024]")

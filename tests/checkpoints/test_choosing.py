@@ -92,7 +92,7 @@ def test_a_model_in_memory_is_judged_by_the_same_rule(
     with replace_linear_with_int8(model):
         assert model.blocks[0].fc.strategy == "block"
     wrong = {"blocks.0.other": x[NAME]}
-    with pytest.raises(ValueError, match=r"'blocks.0.other' are \(16, 5..\), and it is no layer"):
+    with pytest.raises(ValueError, match="'blocks.0.other', which is no linear layer, there are b"):
         replace_linear_with_int8(model, activations=wrong)
     with pytest.raises(ValueError, match=r"and it takes \(..., 5..\)"):
         replace_linear_with_int8(model, activations={NAME: x[NAME][:, 1:]})
@@ -134,7 +134,7 @@ def relative(layer: ca.Int8Linear, x: Any, w: Any) -> float:
     return float(np.linalg.norm(layer(x) - exact) / np.linalg.norm(exact))
 
 
-#: Inputs of a layer: their channels, what is done to normal numbers, and what the layer gets.
+#: Inputs of a layer: their channels, the change of normal numbers, and the layer's way.
 INPUTS = {
     "normal": (1536, lambda x: x, Way("channel")),
     "0.5 % x 30": (3072, lambda x: planted(x, np.arange(0, 3072, 200), 30), ROTATED),

@@ -17,7 +17,7 @@ from tests.checkpoints.checkpoint_files import write
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Two blocks of an attention that no Kandinsky has, and what is no linear layer."""
+    """Two blocks of an attention that no Kandinsky has, and tensors that are no linear layers."""
     rng = np.random.default_rng(0)
     arrays = {"norm_out.linear.weight": (64, 64), "conv_in.weight": (64, 8, 3, 3)}
     for block in range(2):

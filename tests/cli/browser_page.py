@@ -1,4 +1,4 @@
-"""Open a page in Chromium, as Qt WebEngine brings it, and print as JSON how it lies in its window.
+"""Open a page in the Chromium of Qt WebEngine, and print its layout as JSON.
 
     python -m tests.cli.browser_page URL SCHEME WIDTH... < PROBE
 

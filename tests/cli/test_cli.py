@@ -1,4 +1,4 @@
-"""The command line: what each command prints, writes and returns, and how it says no."""
+"""The command line: the output, files and exit status of each command, and its error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands say unasked: the help, how far they are, tables of plans, errors side by side."""
+"""Output of commands: help, progress, tables of plans, errors side by side."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_file_that_does_not_fit_says_what_to_do(
 
 
 def test_an_empty_name_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a variable of the shell that is not set."""
+    """An unset variable of the shell gives an empty name."""
     assert cli.main(["ladder", "--qkv", ""]) == 2
     said = "--qkv must name a .npz or .safetensors file, got an empty name"
     assert said in capsys.readouterr().err
@@ -142,7 +142,7 @@ def test_records_without_times_are_compared_by_their_errors(
 def test_lists_of_one_are_no_plural(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By every command that counts what it lists."""
+    """Every command that counts its list does so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUPYATTN_CACHE_DIR", str(tmp_path / "cache"))
     row = {"variant": "fa", "seconds": 1.0}

@@ -1,4 +1,4 @@
-"""``cupyattn judge``: draws problems for a function, finds what is wrong, leaves a reproducer."""
+"""``cupyattn judge`` draws problems for a function, finds faults, and leaves a reproducer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``cupyattn judge --gradients``: functions that return them, and what a failure leaves."""
+"""``cupyattn judge --gradients``: functions that return gradients, and the files of a failure."""
 
 from __future__ import annotations
 

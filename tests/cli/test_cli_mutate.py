@@ -1,4 +1,4 @@
-"""``cupyattn mutate``: which faults does a command notice, by status; records that are resumed."""
+"""``cupyattn mutate``: the faults that a command notices by its status, and resumed records."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_run_that_was_stopped_goes_on(
     )
     status, lines, _ = mutated(capsys, *asked)
     assert status == 1 and len(done) == 2 and len(kept()) == 4
-    assert lines[0] == "2 mutants stand in scale.cu.mutants.json already."
+    assert lines[0] == "2 mutants are in scale.cu.mutants.json already."
     Path("scale.cu").write_text(SOURCE + "\n")
     status, _, error = mutated(capsys, *asked)
     assert status == 2 and "of another source or command (its source_sha256 differs)" in error

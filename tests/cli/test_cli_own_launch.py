@@ -85,7 +85,7 @@ def test_trace_and_break(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("block = 4", 'block = "4"', "block must be a whole number, got '4'"),
         ("block = 4", "blocks = 4", "blocks must be left out: fields here are entry, grid"),
         ('name = "x"', "title = 1", r"args\[0\].name is missing"),
-        ('name = "y"', 'name = "x"', r"args\[1\] \(x\).name must be a name that no other"),
+        ('name = "y"', 'name = "x"', r"args\[1\] \(x\).name must be different from the names of"),
         ('"float32"\nfill = "nan"', '"flaot32"', r"args\[1\] \(y\).dtype must be NumPy's name"),
         ('fill = "nan"', 'fill = "noise"', r"args\[1\] \(y\).fill must be .* got 'noise'"),
         ('fill = "nan"', 'fill = "no.npy"', r"args\[1\] \(y\).fill: cannot read .*no.npy"),

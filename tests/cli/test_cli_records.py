@@ -1,4 +1,4 @@
-"""`cupyattn compare` and `cupyattn ablate`: what they print, write and refuse."""
+"""`cupyattn compare` and `cupyattn ablate`: output, files and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print and write: nothing that a terminal obeys, and the file that has no room."""
+"""Commands print no control characters for terminals, and report a full disk."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_names_of_records_reach_no_page_as_they_are(
 
 
 def test_commands_print_by_one_function() -> None:
-    """Which makes what it prints clean; the other two print what is clean."""
+    """It removes control characters; the other two functions print only clean text."""
     folder = Path(output.__file__).parent
     found = {
         path.name: sum(

@@ -14,7 +14,7 @@ from cupyattn.measure.device import device_missing
 from tests.checkpoints.checkpoint_files import write
 
 SMALL = ["--heads", "1", "--len", "8", "--head-dim", "8"]
-#: Arguments, and what the line says; FILE names are those of `files`.
+#: Arguments, and the expected line; FILE stands for names in `files`.
 MISUSES: dict[str, list[tuple[str, str]]] = {
     "commands": [
         ("lader", "there is no command 'lader', did you mean ladder?"),
@@ -194,7 +194,7 @@ def test_a_misuse_is_answered_by_one_line(
 
 # ---- numbers -------------------------------------------------------------------------------------
 
-#: What a command takes beside the flag that is tried.
+#: Arguments of a command beside the tested flag.
 BESIDE = {
     "ladder": "--variants fa", "ablate": "rungs", "compare": "a.json a.json",
     "verify": "fa --distribution normal --dtype float16", "profile": "fa", "interpret": "fa",

@@ -1,4 +1,4 @@
-"""`cupyattn report`: a page that is whole, loads nothing, and says what the records say."""
+"""`cupyattn report` writes a complete page that loads nothing and agrees with the records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "rect", "line", "br"}
 
 
 class Page(HTMLParser):
-    """What a page is made of; `open` is empty where every element has ended in its turn."""
+    """The parts of a page; `open` is empty if every element has ended in its turn."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from cupyattn.measure import records, report
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 PHONES, DESK = (360, 412), 1280
 
-#: Elements outside of those that scroll must not reach past the edge, and every bar must be seen.
+#: Only elements that scroll may reach past the edge, and every bar must be visible.
 PROBE = """
 (() => {
   const box = e => e.getBoundingClientRect();

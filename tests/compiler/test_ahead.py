@@ -1,4 +1,4 @@
-"""Compilations that are begun before anybody needs them."""
+"""Compilations that begin before their kernels are needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_was_begun_is_compiled_once(cold_cache: Path, tmp_path: Path) -> No
 def test_a_call_begins_what_it_would_have_to_compile(
     kept: tuple[int, ...], cold_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies in the cache is read in the call's own thread."""
+    """Cached kernels are read in the call's own thread."""
     (path := tmp_path / "kernel.cu").write_text(
         'extern "C" __global__ void store(int* x) { *x = N; }'
     )

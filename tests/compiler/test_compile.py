@@ -1,4 +1,4 @@
-"""Compiling without a GPU: what comes out, what the cache notices, what the errors say."""
+"""Compile without a GPU: the results, the keys of the cache, and the error messages."""
 
 from __future__ import annotations
 
@@ -404,7 +404,7 @@ def test_a_second_nvrtc_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_second_nvrtc_named_first_is_not_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the process holds already is not taken for the environment's own."""
+    """A library that the process has loaded does not count as the environment's."""
     pathfinder = pytest.importorskip("cuda.pathfinder")
     second = str(tmp_path / "libnvrtc.so.13")
     monkeypatch.setattr(nvrtc, "_loaded", {second: SimpleNamespace(path=second)})
@@ -477,7 +477,7 @@ class PretendKernel:
 
 
 class PretendModule:
-    """As CuPy's: opens its file when a kernel is asked for."""
+    """Stands in for CuPy's module, which opens its file when a kernel is requested."""
 
     made = 0
 

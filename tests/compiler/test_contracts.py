@@ -1,4 +1,4 @@
-"""Kernels state what they need of tiles and features: each ``static_assert`` trips, and says so."""
+"""Kernels state requirements on tiles and features; each ``static_assert`` fails by name."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "backward/sm90/backward_keys.cu": Tiles(128, 128, 12, 2),
     "backward/sm90/backward_sums.cu": Tiles(64, 1, 4),
     "backward/sm90/backward_keys_wide.cu": Tiles(64, 64, 12, 2),
+    "backward/sm90/backward_keys_pair.cu": Tiles(64, 128, 12, 2),
     "backward/sm90/backward_queries_wide.cu": Tiles(64, 64, 12, 2),
     "sm90/attn_fa_int8.cu": Tiles(192, 128, 16, 3),
     "sm90/attn_fa_int8_pv8.cu": Tiles(192, 128, 16, 5),
@@ -62,8 +63,8 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "pruning/largest_keys.cu": Tiles(1, 1, 16),
     "pruning/gather_rows.cu": Tiles(32, 1, 4),
 }
-#: Source, what is changed, and the sentence that must come back.
-#: A kernel with softcap, bias or mask before its softmax.
+#: Source, the change, and the expected sentence. A kernel with softcap, bias or mask before its
+#: softmax.
 SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 #: The pass in front of a product.
 NORMED = {
@@ -256,6 +257,23 @@ BROKEN = [
         {"HEAD_DIM": 128},
         "HEAD_DIM must be more than 128: sm90/backw",
     ),
+    (
+        "backward/sm90/backward_keys_pair.cu",
+        {"BLOCK_KV": 64},
+        "BLOCK_KV must be 128, of both blocks, and BLOCK_Q 64",
+    ),
+    ("backward/sm90/backward_keys_pair.cu", {"NUM_STAGES": 3}, "NUM_STAGES must be 2, of Q"),
+    (
+        "backward/sm90/backward_keys_pair.cu",
+        {"HEAD_DIM": 128},
+        "HEAD_DIM must be more than 128: sm90/backw",
+    ),
+    (
+        "backward/sm90/backward_keys_pair.cu",
+        {"SOFTCAP": 1},
+        "the pair takes no mask, softcap, block mask or packed sequences",
+    ),
+    ("backward/sm90/backward_keys_pair.cu", {"DQ": 2}, "CFG_DQ must be 1: the blocks add up dQ"),
     (
         "backward/sm90/backward_queries_wide.cu",
         {"BLOCK_KV": 32},
@@ -483,9 +501,9 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     defines = {**GOOD[source].defines(), **features.defines()}
     if source.startswith("prepare/quantize"):  # for an operand only what `changes` say is done
         defines |= {"CFG_STEP_Q": 0, "CFG_STEP_K": 0, "CFG_STEP_V": 0, "CFG_BLOCK_COLS": 64}
-    if "_wide" in source:
+    if source.endswith(("_wide.cu", "_pair.cu")):
         defines |= {"CFG_HEAD_DIM": 256}
-    if source.endswith("/backward_keys.cu"):
+    if source.endswith(("/backward_keys.cu", "_pair.cu")):
         defines |= {"CFG_DQ": 1}
     defines |= {f"CFG_{name}": value for name, value in changes.items()}
     return ModuleSpec(source, tuple(sorted(defines.items())))

@@ -1,4 +1,4 @@
-"""The compile cache trusts what this user wrote, and nothing else: each case compiles again."""
+"""The compile cache trusts only files that this user wrote: every other case compiles again."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_loose_umask_makes_no_cache_that_is_then_refused(cold_cache: Path, uma
 
 
 def test_root_is_trusted_by_every_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that was filled when a container was built, for whoever runs in it."""
+    """For example, a cache that was filled when a container was built, for all of its users."""
     as_root = os.stat_result((stat.S_IFDIR | 0o755, 0, 0, 1, 0, 0, 0, 0, 0, 0))
     monkeypatch.setattr(os, "getuid", lambda: STRANGER)
     assert files.writable_by_others(as_root) is None
@@ -228,7 +228,7 @@ def test_a_regular_file_is_opened(tmp_path: Path, follow: bool) -> None:
 
 
 def rubbish(binary: kc.Binary) -> dict[str, bytes]:
-    """Payloads that are not what was compiled, by what is wrong with them."""
+    """Payloads that were not compiled here, by their fault."""
 
     def payload(**changes: Any) -> bytes:
         changed = replace(binary, **changes)

@@ -1,4 +1,4 @@
-"""A user without a home folder: the cache lies in the temporary folder, and never in a `~`."""
+"""Without a home folder, the cache is in the temporary folder, and never in a folder `~`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_an_edited_source_or_header_is_another_entry(tmp_path: Path, cold_cache:
 def test_the_same_text_found_elsewhere_is_another_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A header beside the source goes before that of the library, whose text it has."""
+    """A header beside the source precedes the library's header, even with the same text."""
     header = "__device__ int value() { return 1; }\n"
     keys = set()
     for place in ("kernels/prims", "source/prims"):

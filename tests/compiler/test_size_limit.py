@@ -1,4 +1,4 @@
-"""The compile cache keeps its size: what is deleted, in which order, beside other processes."""
+"""The compile cache keeps its size: the deleted entries, their order, and concurrent processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOUR = 3600
 
 
 def key_of(name: str) -> str:
-    """A key as those of kernels are, 64 hexadecimal digits, of any name."""
+    """A key in the form of kernels' keys, 64 hexadecimal digits, from any name."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 

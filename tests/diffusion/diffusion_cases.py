@@ -1,4 +1,4 @@
-"""What the tests of `Int8Attention` share: operands, and one timestep of each mode."""
+"""Operands, and one timestep of each mode, which the tests of `Int8Attention` share."""
 
 from __future__ import annotations
 

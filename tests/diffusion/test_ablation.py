@@ -1,4 +1,4 @@
-"""`cupyattn.ablate`: the points of every part, their judgements, and what it refuses."""
+"""`cupyattn.ablate`: the points of every part, their judgements, and the refusals."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_arrays_of_any_library_are_taken() -> None:
 
 
 def test_times_are_of_points_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device, by a clock of our own: the default's is 1 beside itself."""
+    """Times as on a device, by a made-up clock: the default's ratio to itself is 1."""
     monkeypatch.setattr(ablation.interchange, "is_cupy", lambda x: True)
 
     def samples(calls: dict[str, Any], **_: Any) -> dict[str, list[float]]:

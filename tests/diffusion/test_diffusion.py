@@ -1,4 +1,4 @@
-"""`Int8Attention`: what runs at which step, scales, guidance, pruning, sparsity, fallback."""
+"""`Int8Attention`: the mode of each step, scales, guidance, pruning, sparsity, fallback."""
 
 from __future__ import annotations
 
@@ -494,7 +494,7 @@ def test_copies_that_do_not_fit_say_how_much_they_need(place, call, message, mon
 
 
 def test_a_call_within_says_more(monkeypatch) -> None:
-    """What the call of attention itself lacks is not put down to the keys that were moved."""
+    """Memory that the call of attention itself lacks is not attributed to the moved keys."""
 
     def full(*_: object, **__: object) -> None:
         raise ca.DeviceMemoryError("more")

@@ -1,4 +1,4 @@
-"""Calibration: percentiles against NumPy's, bins, files, and what does not fit."""
+"""Calibration: percentiles against NumPy's, bins, files, and calibrations that do not fit."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_a_damaged_or_foreign_file_is_named(tmp_path: Path) -> None:
         (whole[:20], "is cut short: a header"),
         (whole[:-1], "is cut short or damaged"),
         (b"\x02" + bytes(7) + b"[]", "has no safetensors header: at offset 8"),
-        (flipped, "its arrays are not those that were written"),
+        (flipped, "its arrays have changed since they were written"),
         (newer, "version 2 is later than 1"),
     ):
         path.write_bytes(content)
@@ -205,7 +205,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch) -> 
 
 
 def test_codes_of_four_bits_have_scales_of_their_own() -> None:
-    """What code 127 stood for is code 7."""
+    """The value of code 127 becomes code 7."""
     data = batches(2)
     found = calibrate(data, 100)
     eight, four = (

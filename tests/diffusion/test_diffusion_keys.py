@@ -1,4 +1,4 @@
-"""Which keys `Int8Attention` attends to: token pruning, windows, block masks, masks for video."""
+"""Keys to which `Int8Attention` attends: token pruning, windows, block masks, masks for video."""
 
 from __future__ import annotations
 

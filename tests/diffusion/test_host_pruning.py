@@ -1,4 +1,4 @@
-"""What the host does for pruning on CuPy arrays, with no device, as test_host_calls.py."""
+"""The host's part of pruning on CuPy arrays, without a device, like test_host_calls.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importance of keys that are read once: bound, bits, faults, which keys, and the host's part."""
+"""Importance of keys that are read once: bound, bits, faults, chosen keys, and the host's part."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_keys_read_twice_are_not_summed() -> None:
     ids=str,
 )  # fmt: skip
 def test_codes_with_the_mean_of_all_keys(dtype: Any, quant: Any, spared: bool) -> None:
-    """To the bit those of the mirror that is given the mean; within their bound of attention."""
+    """They equal the mirror with the same mean bit for bit; attention is within its bound."""
     q, _ = operands((4, 2), (12, 1), 24, dtype)
     k, v = (whole_numbers((1, 2, 600, 24), dtype) for _ in range(2))
     how: dict[str, Any] = {"scale": 0.01, "rows": 8, **ONCE}
@@ -217,7 +217,7 @@ def test_codes_with_the_mean_of_all_keys(dtype: Any, quant: Any, spared: bool) -
 
 
 def test_a_sum_that_is_not_finite_takes_no_mean() -> None:
-    """Of the columns that share a row with its own; no other head knows of it."""
+    """It affects the columns that share a row with its own; no other head is affected."""
     q, k = operands((2, 2), (8, 60), 40)
     k[0, 0, 7, 3] = np.inf
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""What tests of several ranks share: a call shared among ranks, run in threads and joined."""
+"""Code that tests of several ranks share: a call on ranks that are threads, with joined results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def entry(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Joined:
-    """What all ranks returned, joined."""
+    """The joined results of all ranks."""
 
     o: np.ndarray
     lse: np.ndarray
@@ -112,7 +112,7 @@ def on_ranks(
 
 
 def errors_of(size: int, function: Any, timeout: float = 20) -> list[BaseException | None]:
-    """What each rank raises."""
+    """The exception of each rank."""
     found: list[BaseException | None] = [None] * size
 
     def on_rank(group: Any) -> None:

@@ -188,7 +188,7 @@ def test_the_same_call_has_the_same_bits(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_all_ranks_exchange_equally_often(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those without heads or rows, too: with NCCL in one process they wait for each other there."""
+    """Ranks without heads or rows do so, too: with NCCL in one process they wait for each other."""
     counts = Counter[int]()
     prepare = HostGroup.prepare
 
@@ -241,7 +241,7 @@ def test_the_kernels_do_the_same_in_the_interpreter(variant: str, arch: Any, for
     ids=["16bit", "int8", "int4"],
 )
 def test_codes_are_fewer_bytes_than_keys(quant: Any, share: float) -> None:
-    """Of head_dim 128: K in one byte, V in two or one, and the scales."""
+    """With head_dim 128, K takes one byte, V two or one, and there are scales."""
     q = normal((1, 1, 8, 128), (1, 1, 8, 128))[0]
     k = normal((1, 1, 1024, 128), (1, 1, 1024, 128))[0]
     shared = Shared(TWO, Partition.contiguous(8, 2), Partition.contiguous(1024, 2))
@@ -385,7 +385,7 @@ def test_an_error_of_one_rank_reaches_all_and_they_go_on() -> None:
 
 
 def test_a_variant_that_is_no_name_is_told_to_all_ranks() -> None:
-    """What cannot be known again is refused where the others hear of it."""
+    """An argument that cannot be compared is refused on all ranks."""
 
     def call(group: Any) -> None:
         variant: Any = ["fa"] if group.rank == 1 else "fa"
@@ -468,7 +468,7 @@ def test_a_rank_that_dies_anywhere_is_named_by_all(data: Any) -> None:
     ("options", "error", "message"),
     [
         ({"method": "rings"}, ValueError, r"method must be one of .*, got 'rings'"),
-        ({"method": "mixed"}, ValueError, "goes with method='mixed' and must be given there"),
+        ({"method": "mixed"}, ValueError, "is required by method='mixed' and by no other"),
         ({"method": "mixed", "ulysses": 3}, ValueError, "ulysses must divide the 2 ranks, got 3"),
         ({"partition": 4}, TypeError, "partition must be 'contiguous', 'zigzag', a Partition"),
         ({"partition": Partition.contiguous(9, 2)}, ValueError, r"ranks \[5, 4\] rows of q, they"),

@@ -243,7 +243,7 @@ def test_no_server_and_no_address() -> None:
 
 
 def meet(address: Any, on_rank: Any = lambda group: group.gather("a", group.rank)) -> list[Any]:
-    """What two ranks return or raise that meet at an address, each in a thread."""
+    """Return the results or exceptions of two ranks that meet at an address, each in a thread."""
     found: list[Any] = [None, None]
 
     def join(rank: int) -> None:
@@ -300,7 +300,7 @@ def test_a_rank_that_is_quicker_waits_for_the_next_group() -> None:
         member.check()
 
 
-#: What every rank of the tests below runs: two calls, before the second of which some end.
+#: Program of every rank of the tests below: two calls, before the second of which some end.
 SCRIPT = """
 import os, sys, time
 import numpy as np
@@ -390,7 +390,7 @@ def test_launchers_say_who_a_process_is() -> None:
 
 
 class Comm:
-    """What `from_mpi` asks of mpi4py, among threads."""
+    """The part of mpi4py that `from_mpi` uses, among threads."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self.board, self.rank = board, rank

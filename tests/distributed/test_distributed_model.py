@@ -1,4 +1,4 @@
-"""The costs on paper: bytes and operations counted by hand, and those that ranks really send."""
+"""The cost model: bytes and operations counted by hand, and bytes that ranks really send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of devices on the host: what CuPy has of streams and NCCL, played by stand-ins."""
+"""Groups of devices on the host, with stand-ins for CuPy's streams and NCCL."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ class Array(np.ndarray):
 def on_fake(
     fake: FakeNccl, size: int, function: Any, timeout: float, kind: Any = NcclGroup
 ) -> list[Any]:
-    """What each rank returns or raises."""
+    """Return the result or exception of each rank."""
     Array.nccl, board = fake, Board(size)
     found: list[Any] = [None] * size
 
@@ -271,7 +271,7 @@ def test_unused_blocks_of_the_pool_are_freed_before_nccl_takes_memory(fake: Fake
 
 
 def test_arrays_travel_by_copies_in_order(fake: FakeNccl) -> None:
-    """What was sent is overwritten as soon as the work was waited for."""
+    """The sent array is overwritten as soon as the wait for the work ends."""
 
     def call(group: CopyGroup) -> Any:
         found = pass_on(group)

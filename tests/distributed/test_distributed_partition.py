@@ -1,4 +1,4 @@
-"""Which rows and heads a rank has, and which calls make its part of a result."""
+"""The rows and heads of a rank, and the calls for its part of a result."""
 
 from __future__ import annotations
 

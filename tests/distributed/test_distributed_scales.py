@@ -1,4 +1,4 @@
-"""Given scales of ``fa_int8``: all ranks have the same, and each takes those of its heads."""
+"""Given scales of ``fa_int8``: all ranks have the same, and each uses the scales of its heads."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_heads_with_their_own_scales_are_within_their_bound(mesh: Mesh) -> None:
 
 
 def test_given_scales_per_row_go_with_exchanged_heads() -> None:
-    """They are those of the whole sequence, which a ring would cut."""
+    """They belong to the whole sequence, which a ring would cut."""
     q, k, v = normal((1, 4, 16, 16), (1, 4, 16, 16))
     options = given(scales(1, 4, 16), ONE, "token", "head")
 
@@ -167,7 +167,7 @@ def test_given_scales_are_refused_as_one_device_refuses_them(options: Any, metho
 
 
 def test_scales_follow_the_rows_to_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those on another device are copied: ranks that are threads may share a configuration."""
+    """Scales on another device are copied, since threads may share a configuration."""
     quant = given(ONE, 0.5, "head")["quant"]
     assert of_ranks.scales_beside(quant, X) is quant
     monkeypatch.setattr(of_ranks, "device_of", lambda x: 0 if x is quant.scales[0] else 1)
@@ -192,7 +192,7 @@ def test_codes_are_checked_without_reading_scales() -> None:
 def test_ranks_whose_tiles_give_scales_to_other_rows_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on devices of two architectures: codes of granularity "block" would not fit together."""
+    """On devices of two architectures, codes of granularity "block" would not fit together."""
     archs = (None, "sm_90a")
     own_rank = threading.local()
     monkeypatch.setattr(of_ranks, "own_arch", lambda *_: archs[own_rank.number])

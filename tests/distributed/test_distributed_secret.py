@@ -1,4 +1,4 @@
-"""A group's store lets in who knows the secret, survives every message, and says what is wrong."""
+"""A group's store admits ranks that know the secret, survives every message, and reports errors."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_changed_value_is_refused() -> None:
                 wire.sendall(bytes(data).replace(b"right", b"wrong"))
 
         channel.connection = Changing()  # type: ignore[assignment]
-        with pytest.raises(RankError, match="in vain: its code is not that of what it says"):
+        with pytest.raises(RankError, match="in vain: its code does not match its message"):
             store.put("k", b"right")
         assert found.board._left == {}
         store.put("k", b"other")
@@ -175,7 +175,7 @@ def test_half_a_message_ends_in_time() -> None:
 
 
 def test_a_member_that_announces_too_much_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as it hears of its refusal: a board that is slow to note it delays the answer."""
+    """It is named as soon as it gets the refusal; a slow board delays the answer."""
     with server(2, value=1000) as found:
         note = found.board.fail
 
@@ -187,7 +187,7 @@ def test_a_member_that_announces_too_much_is_named(monkeypatch: pytest.MonkeyPat
         stores = [store_of(found, rank) for rank in range(2)]
         with pytest.raises(RankError):
             stores[1].put("k", bytes(1001))
-        cause = "rank 1 sent what is no message of the group: .* announces 1028 bytes, at most 1"
+        cause = "rank 1 sent data that is no message of the group: .* announces 1028 bytes"
         with pytest.raises(RankError, match=cause):
             stores[0].check()
 
@@ -295,7 +295,7 @@ def test_rubbish_of_a_member_is_told_with_its_rank() -> None:
 
 
 def joined(given: list[dict[str, Any]], timeout: float = 20) -> list[Any]:
-    """What ranks come to, each in a thread, connected with these options."""
+    """Return the results of ranks, each in a thread, connected with these options."""
     address, found = f"localhost:{free_port()}", [None] * len(given)
 
     def on_rank(rank: int) -> None:

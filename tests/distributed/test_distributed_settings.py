@@ -1,4 +1,4 @@
-"""What ranks ask for: numbers of NumPy, lists and arrays, as on one device"""
+"""Arguments of ranks may be NumPy numbers, lists and arrays, as on one device."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_codes_of_no_keys_that_cannot_be_made_leave_a_group() -> None:
 
 
 def test_a_refusal_on_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where devices are of several kinds: a kernel may take the call on some of them."""
+    """With devices of several kinds, a kernel may support the call on only some of them."""
     check = Calls.check
 
     def check_here(self: Any, blocks: Any, q: Any, k: Any, v: Any) -> None:
@@ -390,7 +390,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
 
 
 def test_numbers_of_numpy_reach_a_store_of_processes() -> None:
-    """Which carries JSON: a rank that fails is told to the others, a timeout is understood."""
+    """The store carries JSON: the others learn of a failed rank, and a timeout is understood."""
     server = TcpServer(2, ("localhost", 0), secret=b"a secret of these tests")
     found: list[Any] = [None, None]
 
@@ -472,7 +472,7 @@ def test_codes_are_refused_in_a_sentence() -> None:
         (X, ["batch"], ValueError, r"axis must be 'batch' or 'heads', got \['batch'\]"),
         (np.ones(3), "heads", ValueError, r"x must be an array \(batch, heads, ...\), got"),
         ([1.0], "batch", TypeError, "x must be"),
-        (np.ma.ones((2, 2)), "batch", TypeError, "x must hold no masked array"),
+        (np.ma.ones((2, 2)), "batch", TypeError, "x must not be masked"),
     ],
 )
 def test_what_cannot_be_gathered_is_told_to_all(
@@ -534,7 +534,7 @@ def test_arrays_on_the_device_of_another_rank_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(groups, "device_of", lambda _: 1)
     attend(own)
     monkeypatch.setattr(groups, "device_of", lambda _: 0)
-    message = "must lie on device 1, that of rank 0, got device 0: make it in 'with group.on_dev"
+    message = "must lie on device 1, the device of rank 0, got device 0: make it in"
     with pytest.raises(ValueError, match=f"^q {message}"):
         attend(own, causal=True)
     with pytest.raises(ValueError, match=f"^x {message}"):

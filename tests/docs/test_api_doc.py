@@ -46,7 +46,7 @@ def test_what_is_parsed_is_what_is_imported(module: str) -> None:
 
 
 def test_every_module_with_public_names_has_a_section() -> None:
-    """Those that the package names, and every package that says what is public in it."""
+    """These are the modules named by the package, and every package with a list of public names."""
     modules = {
         f"cupyattn.{name}" for name in ca.__all__ if inspect.ismodule(getattr(ca, name, None))
     }

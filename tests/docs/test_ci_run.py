@@ -17,7 +17,7 @@ from tests.docs.test_packaging import configuration
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / ".ci" / "run"
 FOLDERS = ROOT / ".ci" / "slow_folders.py"
-#: What the script calls beside make and Python.
+#: Programs that the script calls beside make and Python.
 TOOLS = ["bash", "cat", "dirname", "env", "git", "grep", "mktemp", "rm", "tail", "tee", "timeout"]
 TOOLS += ["tr", "mkdir", "chmod"]
 #: A make that does nothing but note its arguments; it fails where `fail` has the name of a target.

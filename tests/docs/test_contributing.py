@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md does what it says, CITATION.cff has what its format asks for."""
+"""The commands of CONTRIBUTING.md work, and CITATION.cff has the fields of its format."""
 
 from __future__ import annotations
 
@@ -82,8 +82,7 @@ def files_that_name(option: str) -> set[str]:
 
 
 def test_an_option_stands_in_ten_files_at_most() -> None:
-    """Those that the page lists, of the option that came last and of others that arrays or numbers
-    are given for."""
+    """The page lists these files for the latest option, and for others with arrays or numbers."""
     section = PAGE.split("## Add an option of attention")[1].split("\n## ")[0]
     listed = re.findall(r"^\| `([\w/.]+)` \|", section, re.MULTILINE)
     assert len(listed) <= 10 and {*listed} == files_that_name("lengths_kv")

@@ -1,4 +1,4 @@
-"""Blocks of code in docs/*.md run, and print what stands under them; commands and links exist.
+"""Blocks of code in docs/*.md run and print the shown output; commands and links exist.
 
 The convention: blocks marked ``python`` are run one after the other, in the names that those
 before have left. A block without a mark that follows is what is printed, and an exception that ends
@@ -55,7 +55,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def run(code: Block, page: Path, names: dict[str, object]) -> str:
-    """What a block prints; an exception that ends it is the last line."""
+    """Return the output of a block; an exception that ends it is the last line."""
     printed = io.StringIO()
     # Empty lines before it: a traceback that comes through names the line of the page.
     compiled = compile("\n" * code.line + code.body, str(page), "exec")

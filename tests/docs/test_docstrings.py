@@ -1,4 +1,4 @@
-"""Examples in docstrings, of the package and of what measures it and writes pages, are true."""
+"""Examples in docstrings are true, in the package, the experiments and the scripts for pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import cupyattn as ca
 
 ROOT = Path(__file__).parents[2]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-#: What a module needs that only extras install, by how its name begins.
+#: Libraries of extras that a module needs, by the beginning of its name.
 NEEDS = {
     "cupyattn.interop.torch": "torch", "cupyattn.interop.jax": "jax",
     "cupyattn.interop.diffusers": "diffusers", "cupyattn.interop.restoring": "torch",
@@ -23,7 +23,7 @@ NEEDS = {
 
 
 def modules() -> list[Any]:
-    """Return the modules with examples by name; those of frameworks have their mark."""
+    """Return the modules with examples by name; modules of frameworks have their mark."""
     found = []
     for path in sorted(ROOT.joinpath(top) for top in ("cupyattn", "experiments", "docs")):
         for file in sorted(path.rglob("*.py")):

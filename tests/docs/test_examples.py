@@ -1,4 +1,4 @@
-"""Every script of examples/ runs from an installed cupyattn, or says in a sentence what it lacks.
+"""Every script of examples/ runs from an installed cupyattn, or names the missing library.
 
 `make test-interop` runs those of torch, JAX and diffusers, tests/gpu that of CuPy.
 """
@@ -19,7 +19,7 @@ from cupyattn.measure.device import device_missing
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-#: The library that a script needs, what it is run with, and what it prints at its end.
+#: The library that a script needs, its arguments, and its last output.
 SCRIPTS = {
     "numpy_script": ("numpy", (), r"gradients of shapes \(1, 4, 256, 64\)"),
     "calibrate_then_sample": (
@@ -35,7 +35,7 @@ SCRIPTS = {
 }  # fmt: skip
 #: Needs a device: tests/gpu/test_examples.py.
 ON_DEVICE = {"cupy_script"}
-#: What a script says where a library is missing, by that library.
+#: The message of a script if a library is missing, by library.
 WITHOUT = {
     ("cupy_script", "cupy"): "cupy_script.py needs a CUDA device: CuPy is not installed",
     ("torch_module", "torch"): "torch_module.py needs torch: pip install torch",
@@ -64,7 +64,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(name: str, *arguments: str, site: Path = ROOT) -> str:
-    """Run a script of examples/ in a process of its own; return what it printed."""
+    """Run a script of examples/ in a separate process; return its output."""
     path = str(site)
     if site == ROOT:  # other libraries may be found by the path alone
         path = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])

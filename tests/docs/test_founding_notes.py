@@ -26,11 +26,13 @@ import pytest
 
 import cupyattn as ca
 from cupyattn import cli
+from cupyattn.checkpoints.roles import PRECISE_ROLES, role_of
 from cupyattn.lazy_face import RENAMED
 from cupyattn.measure.device import device_missing
-from docs import founding_names, write_founding
+from docs import founding_names, write_founding, write_performance
 from docs.founding_claims import PROMISES
 from docs.founding_names import ENDS, NO_CODE, SUCCESSOR, TYPED
+from docs.performance_claims import REFUTED
 from tests.checkpoints.checkpoint_files import write
 
 ROOT = Path(__file__).parents[2]
@@ -88,14 +90,14 @@ def typed(title: str) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what is printed, and warnings of options without effect, which tests/diffusion holds."""
+    """Drop printed text, and warnings of options without effect, which tests/diffusion checks."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
 def before(title: str) -> dict[str, Any]:
-    """The names that blocks before have left: those of the first."""
+    """The names defined by earlier blocks, here by the first."""
     names: dict[str, Any] = {"np": np}
     if title not in ("call", "torch: call"):
         with quiet():
@@ -138,6 +140,8 @@ def test_a_block_runs_or_names_its_successor(title: str, monkeypatch: pytest.Mon
             ended = f"{type(error).__name__}: {error}"
     assert "\n" not in ended.strip()
     assert re.match(ENDS[title][0] if title in ENDS else "ran$", ended), ended
+    if "pipe" in names:
+        assert names["pipe"].report().modes  # INT8 ran, and not native attention alone
 
 
 def test_what_is_no_code_names_nothing_of_ours() -> None:
@@ -382,13 +386,25 @@ def test_promises_that_a_number_answers() -> None:
     with pytest.raises(ca.KernelLaunchError, match="bytes of shared memory") as refused:
         ca.attention(q, q, q, variant="fa", tiles=tiles)
     assert "\n" not in str(refused.value)
+    for problem in (ladder := write_performance.stored("ladder"))["problems"]:
+        asked = problem["problem"]
+        work = 4 * asked["batch"] * asked["heads"] * asked["length"] ** 2 * asked["head_dim"]
+        assert {row["operations"] * (1 + asked["causal"]) // work for row in problem["rows"]} == {1}
+    assert ladder and "2 B H N^2 D" in said["P V takes 2 B H N D operations"]
+    a, w = ca.act_quant(ones[0, 0, :, :]), ca.weight_quant(ones[0, 0, :, :])
+    for given, dtype in (({}, "float16"), ({"out_dtype": "float32"}, "float32")):
+        assert ca.int8_gemm(*a, *w, **given).dtype == dtype
+    for name in ("layer_norm", "pos_embed", "final_layer.linear", "proj_out"):
+        assert role_of(f"{name}.weight", (1024, 1024)) in PRECISE_ROLES
 
 
 def test_promises_have_a_verdict_and_what_they_name_is_there() -> None:
     assert len(PROMISES) == len({promise.says for promise in PROMISES}) > 35
     for promise in PROMISES:
         assert promise.found
-        for path in re.findall(r"\]\(([\w./]+)\)", promise.found):
+        files = re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", promise.found)
+        assert files or promise.verdict != REFUTED, "name the record that refutes it"
+        for path in files:
             assert (PAGE.parent / path).exists(), path
 
 

@@ -1,4 +1,4 @@
-"""docs/INSTRUCTIONS.md says of each form what the interpreter does with it."""
+"""docs/INSTRUCTIONS.md describes the interpreter's treatment of each form."""
 
 from __future__ import annotations
 

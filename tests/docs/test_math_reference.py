@@ -7,6 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from docs import write_roundings
 from experiments._harness import recording
 from experiments.accuracy import predicted_codes
 
@@ -59,7 +60,7 @@ def lemmas(page: str) -> dict[str, str]:
 
 
 def problems(page: str) -> list[str]:
-    """Return what is wrong with the lemmas of a page, a sentence each."""
+    """Return the errors of a page's lemmas, a sentence each."""
     wrong = []
     for tag, text in lemmas(page).items():
         code = re.findall(r"^\*Code:\* \[(.*?)\]\. \*Test:\* (.*)\.$", text, re.M)
@@ -80,6 +81,15 @@ def problems(page: str) -> list[str]:
         if not tests:
             wrong.append(f"{tag} has no test")
     return wrong
+
+
+def test_the_picture_of_roundings_follows_the_table() -> None:
+    rounded = write_roundings.rounded()
+    assert [*rounded] == [f"R{i}" for i in range(8)] and "(roundings.svg)" in PAGE
+    assert rounded["R1"] == [False, False, False, True], "only fa_int8 makes codes"
+    assert rounded["R5"] == [False, False, True, True], "P is float32 elsewhere"
+    drawn = write_roundings.PICTURE.read_text(encoding="utf-8")
+    assert drawn == write_roundings.picture(), "run python -m docs.write_roundings"
 
 
 def test_lemmas_are_numbered_in_order() -> None:

@@ -1,15 +1,19 @@
-"""The page on pipelines has the table of the record of accelerated models."""
+"""The page on pipelines has the tables of the records of accelerated models and step caches."""
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import pytest
+
 from experiments._harness import recording
-from experiments.diffusion import accelerated_models
+from experiments.diffusion import accelerated_models, cached_models
 
 
-def test_the_table_is_what_the_record_says() -> None:
+@pytest.mark.parametrize("module", [accelerated_models, cached_models])
+def test_a_table_is_what_its_record_says(module: ModuleType) -> None:
     page = accelerated_models.PAGE.read_text(encoding="utf-8")
-    inside = page.split(accelerated_models.BEGIN)[1].split(accelerated_models.END)[0]
-    record = recording.stored(accelerated_models.NAME)
-    assert inside == f"\n{accelerated_models.section(record)}\n", (
-        "run python -m experiments.diffusion.accelerated_models --stored"
+    inside = page.split(module.BEGIN)[1].split(module.END)[0]
+    assert inside == f"\n{module.section(recording.stored(module.NAME))}\n", (
+        f"run python -m {module.__name__} --stored"
     )

@@ -1,4 +1,4 @@
-"""What leaves the Hopper forms: each row of the table does, and no reason is missing."""
+"""Calls that leave the Hopper forms: each row of the table does, and no reason is missing."""
 
 from __future__ import annotations
 

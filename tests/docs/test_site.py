@@ -1,4 +1,4 @@
-"""The documentation site: what Sphinx is given, and that it builds without a warning."""
+"""The documentation site: the sources for Sphinx, and a build without warnings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from docs import build_site
 from docs.write_api import MODULES, find, public
 
 ROOT = Path(__file__).parents[2]
-#: What setup.cfg's extra `docs` brings, and the frameworks whose modules have pages.
+#: Packages of setup.cfg's extra `docs`, and the frameworks whose modules have pages.
 NEEDED = ("sphinx", "myst_parser", "numpydoc", "pydata_sphinx_theme", "torch", "jax", "diffusers")
 PAGE_LINK = re.compile(r"\]\(([^)\s]+)\)")
 

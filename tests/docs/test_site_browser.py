@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    assert build_site.main(folder) == 0
+    assert build_site.main([str(folder)]) == 0
     return folder / "html"
 
 

@@ -17,7 +17,7 @@ ROWS = re.findall(r"^\| \$(.*?)\$ \| (.*?) \| `(.*?)` \| `(.*?)` \|$", PAGE, re.
 
 
 def defined(path: Path) -> set[str]:
-    """Return the names that a source declares or assigns: not those that it only uses."""
+    """Return the names that a source declares or assigns, without names that it only uses."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         code = re.sub(r"//.*", "", text)

@@ -55,7 +55,7 @@ def test_a_step_shows_ideas_and_counts_the_rest(step: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids="-".join)
 def test_no_line_is_lost_between_sections(step: tuple[str, str]) -> None:
-    """What a kernel is longer by is the same, however its diff is cut."""
+    """The number of additional lines does not depend on how the diff is cut."""
     left, right = step
     counts = write_tutorial.changed(left, right).values()
     gone, come = (sum(count[i] for count in counts) for i in (0, 1))
@@ -73,7 +73,7 @@ def test_every_chapter_ends_with_an_exercise_and_its_answer(number: int) -> None
 
 
 def test_the_sentences_fit_the_times() -> None:
-    """What the page says in words of numbers that a new record could change."""
+    """The page's sentences about numbers that a new record could change."""
     record = recording.stored("ladder")
     gains = {
         (left, right): {d: s[left] / s[right] for d, s in write_tutorial.times(record).items()}

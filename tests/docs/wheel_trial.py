@@ -1,4 +1,4 @@
-"""What an installed cupyattn must do with its core dependencies alone; no test by itself.
+"""Checks of an installed cupyattn with only its core dependencies; not a test by itself.
 
 tests/docs/test_packaging.py runs this with the interpreter of an empty environment, outside the
 checkout. It prints one line per thing seen and stops at the first that is wrong.

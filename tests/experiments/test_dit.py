@@ -108,7 +108,7 @@ def test_a_training_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_a_training_that_was_killed_goes_on(tmp_path: Path) -> None:
-    """A process is killed between checkpoints: what it did since is done again, the same."""
+    """A process is killed between checkpoints; the lost work is repeated with equal results."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
@@ -122,7 +122,7 @@ def test_a_training_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert equal(trained(SETTINGS_OF_KILLED, state), trained(SETTINGS_OF_KILLED))
 
 
-#: So many steps that it cannot end before it is killed; the tests then do as many in-process.
+#: Steps enough that it cannot end before it is killed; the tests then do as many in-process.
 SETTINGS_OF_KILLED = Settings(QUICK, batch=2, steps=40)
 #: Writes after every step, and waits, so that it is killed at work.
 KILLED = """
@@ -297,7 +297,7 @@ def test_similarity_is_that_of_its_definition() -> None:
 
 
 def test_the_distance_of_distributions_is_that_of_normal_ones() -> None:
-    """Of N(0, A) and N(0, B) with A B = B A: the sum of (sqrt a - sqrt b)^2."""
+    """For N(0, A) and N(0, B) with A B = B A, it is the sum of (sqrt a - sqrt b)^2."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((5000, 3))
     x = (x - x.mean(axis=0)) @ np.linalg.inv(np.linalg.cholesky(np.cov(x, rowvar=False))).T
@@ -318,7 +318,7 @@ def test_distances_to_real_images_do_not_depend_on_the_units_of_features() -> No
 
 
 def test_intervals_cover() -> None:
-    """Of a hundred samples of known mean about 95 % of intervals hold it: 5 sigma below is 84 %."""
+    """With a hundred samples of known mean, 95 % of intervals contain it; 5 sigma below is 84 %."""
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(100):
@@ -408,7 +408,7 @@ def test_the_page_is_what_the_records_say() -> None:
 
 
 def test_claims_are_judged_by_their_intervals() -> None:
-    """With records that say what is expected, each verdict once."""
+    """Made-up records give each verdict once."""
     rng = np.random.default_rng(0)
     base = 40 + rng.standard_normal(50)
     by = {

@@ -39,7 +39,7 @@ def test_every_mode_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def _plain(rows: dict[str, Any]) -> dict[str, Any]:
-    """A record of `experiments.dit.quality` with one row, that of 16 bits, for every mode."""
+    """A record of `experiments.dit.quality` whose modes all have the row of 16 bits."""
     own = {f"psnr to {modes.REFERENCE}": [1, 1, 1], f"psnrs to {modes.REFERENCE}": [1.0, 2.0]}
     return {"rows": [{**rows[modes.REFERENCE], **own, "mode": name} for name in modes.NAMES]}
 

@@ -57,7 +57,7 @@ def test_an_experiment_says_what_it_does(name: str) -> None:
 
 
 def test_every_module_lies_in_a_folder_of_the_readme() -> None:
-    """Whose headings are the folders, each above a table of all its modules and of no other."""
+    """Its headings are the folders, each above a table of exactly its modules."""
     assert not list(FOLDER.glob("*.py"))
     folders = {path.parent for path in FOLDER.rglob("*.py")}
     assert folders - {*PROGRAMS} == {SHARED, *(FOLDER / subject for subject in SUBJECTS)}

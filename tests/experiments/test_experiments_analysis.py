@@ -1,4 +1,4 @@
-"""Energy, breakdown, counters and long sequences: what they do without a device."""
+"""The experiments on energy, breakdown, counters and long sequences, without a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGE = """==PROF== Profiling "next_cell" - 0: 0%....100% - 9 passes
 @pytest.mark.parametrize("form", breakdown.FORMS)
 @pytest.mark.parametrize("part", breakdown.PARTS)
 def test_each_part_can_be_left_out(form: str, part: str, tmp_path: Path) -> None:
-    """Its lines are there exactly once, and the patch says what it leaves out."""
+    """Its lines are there exactly once, and the patch names the part that it leaves out."""
     sentence, file, *_ = (breakdown.FOLDER / f"{form}_{part}.patch").read_text().splitlines()
     assert breakdown.NAMES[part].lower() in sentence.lower() and " is left out: " in sentence
     assert file == f"--- a/{breakdown.FORMS[form].source}"
@@ -41,7 +41,7 @@ def test_each_part_can_be_left_out(form: str, part: str, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("form", breakdown.FORMS)
 def test_what_is_left_keeps_its_instructions(form: str, tmp_path: Path) -> None:
-    """A compiler that saw that scores are equal, or weights needed by nobody, would drop more."""
+    """A compiler that saw that scores are equal, or that weights are unused, would drop more."""
     problem = race.parse_cell("128:4096")
     counts = {}
     for candidate, parts in zip(

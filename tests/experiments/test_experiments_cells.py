@@ -1,4 +1,4 @@
-"""Cells of experiments: what is judged, timed and counted; grids of them: what is written, when."""
+"""Cells of experiments: judged, timed and counted; and grids of cells, with the written records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import pytest
 import cupyattn as ca
 from cupyattn.measure import device, timing
 from experiments._harness import recording
-from experiments._harness.cells import Cell, Problem, judge_cell, rung, time_cells
+from experiments._harness.cells import (
+    Cell,
+    Problem,
+    judge_cell,
+    judge_problem,
+    rung,
+    time_cells,
+)
 
 SMALL = Problem(1, 1, 40, 16)
 
@@ -29,7 +36,7 @@ def test_a_problem_may_have_two_lengths() -> None:
 
 
 def fake_times(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the harness believe that there is a device; return the names of what it times."""
+    """Let the harness believe that there is a device; return the names of timed calls."""
     timed: list[str] = []
 
     def time_interleaved(calls: dict[str, Any], **_: Any) -> dict[str, list[float]]:
@@ -110,3 +117,16 @@ def test_a_grid_that_is_cut_off_leaves_what_it_has(tmp_path: Path) -> None:
     record = json.loads(file.read_text())
     assert record["seen"] == len(record["problems"]) == 1
     assert [row["variant"] for row in record["problems"][0]["rows"]] == ["fa"]
+
+
+@pytest.mark.parametrize("variant", ["fa", "fa_int8"])
+def test_entries_judged_one_after_the_other_are_judged_as_together(variant: str) -> None:
+    problem = Problem(3, 1, 40, 16)
+    inputs, cell = problem.draw(on_device=False), rung(variant, problem)
+    together, apart = (
+        judge_problem(problem, [cell], inputs, entries)["rows"][0] for entries in (None, 2)
+    )
+    for name in ("j2", "j3"):
+        assert apart["judgement"][name] == together["judgement"][name]
+    wrong = Cell("late", "fa", lambda q, k, v: np.concatenate([cell.run(q, k, v)[:2], v[2:]]))
+    assert not judge_problem(problem, [wrong], inputs, 2)["rows"][0]["ok"]

@@ -1,4 +1,4 @@
-"""The experiment on products of INT8 codes runs in small, and times what it says."""
+"""The experiment on products of INT8 codes runs at a small size, and times the stated products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ours beside other libraries, forward and backward: what the experiments do without a device."""
+"""The comparisons with other libraries, forward and backward, without a device."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_flash_attention_4_is_given_rows_first_and_compared() -> None:
 
 
 def test_energy_of_passes_is_counted_in_turns() -> None:
-    """Of a meter that says 300 J and 500 J for windows of the first and the second pass."""
+    """The meter reads 300 J and 500 J for windows of the first and the second pass."""
     seen: list[str] = []
 
     def window(work: Callable[[], int], _: Any, seconds: float) -> energy.Window:

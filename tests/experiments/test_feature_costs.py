@@ -218,7 +218,7 @@ def test_no_page_has_holes(
 
 
 def test_a_feature_that_was_not_measured_says_so(tmp_path: Path) -> None:
-    """As one that came after the run of a rung, wherever its rung stands in the record."""
+    """An example is a feature that is newer than the run of a rung."""
     record = record_with_times(64, 128)
     for found in record["problems"]:
         found["rows"] = [

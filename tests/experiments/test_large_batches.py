@@ -1,4 +1,4 @@
-"""Time and memory of many heads at once: runs in small, and counts what calls ask for."""
+"""Time and memory of many heads at once: runs at a small size, and counts the requested memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries beside modules of our own: what the page says is the record's, and the script runs."""
+"""Libraries compared with our modules: the page agrees with the record, and the script runs."""
 
 from __future__ import annotations
 

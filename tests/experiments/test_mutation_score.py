@@ -1,7 +1,8 @@
-"""experiments/accuracy/mutation_score.py: what became of faults, its order, and its table."""
+"""experiments/accuracy/mutation_score.py: the results of faults, their order, and the table."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret import Finding, KernelFault
-from cupyattn.testing.mutations import machine_code, mutants
+from cupyattn.testing.mutations import mutants
 from experiments._harness import recording
 from experiments.accuracy import mutation_score
 from experiments.accuracy.mutation_score import Baseline, Call
@@ -33,12 +34,10 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     monkeypatch.setattr(compiler, "KERNELS", tmp_path)
     compiler.cache_clear(disk=False)
     module = ModuleSpec("f.cu"), "sm_80"
-    ptx = compiler.translate(*module).ptx
     files = {module: frozenset(mutation_score.reached(module[0]))}
-    lines = {module: mutation_score.lines_with_code(ptx)}
+    code, fast, lines = mutation_score._compiled(module, None)
     call = Call("multiplies", multiplies, 0.1, frozenset({module}))
-    fast = {module: mutation_score.fast_code(module)}
-    return Baseline((call,), {module: machine_code(ptx)}, fast, files, lines)
+    return Baseline((call,), {module: code}, {module: fast}, files, {module: lines})
 
 
 def multiplies() -> str:
@@ -54,7 +53,7 @@ def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     return mutation_score.became((file, one), known)
 
 
-def own_process(_: Any) -> str:
+def own_process(*_: Any) -> str:
     return str(os.getpid())
 
 
@@ -64,7 +63,15 @@ def test_few_optimisations_do_not_stay_with_the_process(
     """NVRTC keeps the option: modules compiled later spilled registers, and a cache kept them."""
     (module,) = known.code
     monkeypatch.setattr(mutation_score, "_fast_code", own_process)
+    monkeypatch.setattr(mutation_score, "_FAST_COMPILERS", {})
     assert mutation_score.fast_code(module) != str(os.getpid())
+
+
+def test_processes_that_compiled_with_few_optimisations_end(known: Baseline) -> None:
+    (module,) = known.code
+    assert [x[1] for x in mutation_score._in_turn(mutation_score._compiled, [module], None, 2)] == [
+        known.fast_code[module]
+    ]
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
@@ -88,6 +95,36 @@ def test_a_call_that_does_not_end_is_stopped(known: Baseline, monkeypatch: Any) 
     wrong = replace(known, calls=(call,))
     after = PART.strip().replace("x * 3.0f", "x")
     assert found("part.cuh", after, wrong)["why"] == "does not end in 1 CPU seconds"
+
+
+def test_a_fault_has_so_many_seconds(known: Baseline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault that no call has noticed by then counts as survived."""
+    says_nothing = replace(known.calls[0], run=str, seconds=0.0)
+    slow = replace(known, calls=(says_nothing, *known.calls))
+    after = PART.strip().replace("x * 3.0f", "x")
+    assert found("part.cuh", after, slow)["calls"] == 2
+    monkeypatch.setattr(mutation_score, "SECONDS_OF_FAULT", 0)
+    spent = found("part.cuh", after, slow)
+    assert (spent["became"], spent["calls"]) == ("survived", 1)
+    assert found("part.cuh", after, replace(slow, thorough=True))["became"] == "noticed"
+
+
+def test_calls_without_the_line_wait_for_code_that_has_not_changed(known: Baseline) -> None:
+    """A call with code of the line that says nothing is the last; with none, others are run."""
+    (module,) = known.code
+    silent = replace(known.calls[0], run=str)
+    other = ModuleSpec("f.cu", (("OTHER", 1),)), "sm_80"
+    both = replace(
+        known, calls=(silent, replace(known.calls[0], modules=frozenset({other}), seconds=9.0)),
+        code={**known.code, other: "another"}, fast_code={**known.fast_code, other: ""},
+        files={**known.files, other: known.files[module]},
+        lines={**known.lines, other: frozenset()},
+    )  # fmt: skip
+    after = PART.strip().replace("x * 3.0f", "x")
+    assert found("part.cuh", after, both)["became"] == "survived"
+    assert found("part.cuh", after, replace(both, thorough=True))["by"] == "multiplies"
+    neither = replace(both, lines=dict.fromkeys(both.lines, frozenset()))
+    assert found("part.cuh", after, neither)["by"] == "multiplies"
 
 
 def test_a_module_that_is_gone_is_no_fault(known: Baseline) -> None:
@@ -148,3 +185,17 @@ def test_survivors_are_explained_or_open() -> None:
     table = "\n".join(mutation_score.table(record))
     survivors = [x for x in record["faults"] if x["became"] == "survived"]
     assert all(f"`{x['file']}:{x['line']}`" in table for x in survivors)
+
+
+def test_the_second_share_is_told_apart_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    became = [{"became": "noticed"}] * 90 + [{"became": "survived"}] * 10
+    record = {"seed": 4, "faults": became, "environment": {"revision": "1234567890abc"}}
+    monkeypatch.setattr(recording, "RESULTS", tmp_path)
+    assert mutation_score._again(record, 98) == []
+    again = {**record, "faults": became[-4:] + [{"became": "noticed"}] * 6}
+    (tmp_path / f"{mutation_score.AGAIN}.json").write_text(json.dumps(again))
+    text = "".join(mutation_score._again(record, 98))
+    assert "6 of its 10 survivors are noticed (revision 1234567890)" in text
+    assert "together 96 of 98 (98.0 %)" in text

@@ -1,4 +1,4 @@
-"""fa_int8 beside other 8-bit kernels: what the experiment does without a device."""
+"""The comparison of fa_int8 with other 8-bit kernels, without a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_accuracy_of_8_bits_runs_in_small(
 
 
 def test_every_shape_of_a_model_takes_part_and_short_calls_in_graphs() -> None:
-    """What is done within two milliseconds, at a rate that fa_tc has there, is short."""
+    """Calls of at most two milliseconds, at the rate of fa_tc there, are short."""
     args = recording.parser("").parse_args([])
     args.accuracy, args.cells, args.models = (
         False,
@@ -81,7 +81,7 @@ def test_parts_of_a_record_are_put_together(
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """What a stand-in of a stream holds while it is captured; calls put their work there."""
+    """The work that a stand-in for a stream collects while it is captured."""
     cupy = pytest.importorskip("cupy")
     work: list[Callable[[], None]] = []
 
@@ -101,7 +101,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 def test_a_graph_is_held_to_what_the_calls_compute(launched: list[Callable[[], None]]) -> None:
-    """What ran while it was captured, and is not in it, must not be timed."""
+    """Work that ran during the capture, and is not in the graph, must not be timed."""
     out = np.zeros(3)
     held = [False]
 
@@ -158,7 +158,7 @@ def test_times_of_graphs_are_those_of_a_call(
 
 # ---- SageAttention 2, from a folder that is named -----------------------------------------------
 
-#: A stand-in of its package, whose codes are those of a tensor and whose kernel knows head_dim 64.
+#: A stand-in of its package, with scales of whole tensors and a kernel for head_dim 64.
 SAGE_2 = {
     "__init__.py": "from .core import sageattn",
     "kernels.py": """

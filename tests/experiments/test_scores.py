@@ -1,4 +1,4 @@
-"""The measurement of masks, biases and softcap: what it asks for, and a run in small."""
+"""The measurement of masks, biases and softcap: its calls, and a run at a small size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults that are laid on outputs are what they say, and their record goes on and is shown."""
+"""Faults on outputs are as described, and their record is continued and shown."""
 
 from __future__ import annotations
 

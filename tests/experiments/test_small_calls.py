@@ -12,7 +12,7 @@ from experiments._harness import small_codes, small_gradients, small_layers
 from experiments._harness.small_attention import attention_calls
 from experiments._harness.small_calls import small_calls
 
-#: Of each kind of judgement the cheapest.
+#: The cheapest call of each kind of judgement.
 QUICK = (
     "fa_tc: large scores, ties", "fa_int8: not finite", "fa_tc: packed", "fa_int8: scales: token",
     "quantize: tensor, float16", "activations by row: float16", "weight by block: (50, 40), 16",

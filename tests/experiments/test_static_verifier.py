@@ -1,4 +1,4 @@
-"""experiments/accuracy/static_verifier.py: how a launch is described, what is asked, the table."""
+"""experiments/accuracy/static_verifier.py: descriptions of launches, queries, and the table."""
 
 from __future__ import annotations
 

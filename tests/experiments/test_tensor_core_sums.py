@@ -107,7 +107,7 @@ def test_an_accumulator_that_is_the_largest_loses_a_unit_too() -> None:
 
 
 def test_subnormal_operands_align_as_the_least_normal_number() -> None:
-    """Of 4 x 2^-9 the exponent is that of 2^-4, so a unit is 8 times as wide."""
+    """4 x 2^-9 is treated as if its exponent were -4, so a unit is 8 times as wide."""
     a, b, c = np.zeros((1, 32)), np.zeros((1, 32)), np.array([2.0**-18])
     a[0, 0], b[0, 0] = 4.0, 2.0**-9
     assert model(a, b, c, 13, 13) == 2.0**-7 + 2.0**-18
@@ -124,7 +124,7 @@ def test_the_model_cuts_toward_zero() -> None:
 
 @pytest.mark.parametrize("instruction", INSTRUCTIONS, ids=lambda one: one.entry)
 def test_the_interpreter_adds_exactly_and_cuts_once(instruction: Instruction) -> None:
-    """So the kernels bring every addend to its place, and the probes read what they should."""
+    """So the kernels bring every addend to its place, and the probes read the right sums."""
     a, b, c = drawn(instruction, 12, seed=0)
     sums = instruction.sums(a, b, c, "interpret")
     exact = (a * b).sum(axis=1) + c

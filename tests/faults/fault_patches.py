@@ -1,4 +1,4 @@
-"""Deliberate mistakes: what the files in tests/faults say, and how to plant them in a copy.
+"""Deliberate mistakes: read the files in tests/faults, and plant them in a copy.
 
 A patch is a unified diff against ``kernels_cu`` after a few lines: what goes wrong, in one
 sentence; ``caught-by: J2`` (the result leaves its bound) or ``caught-by: interpreter`` (a hazard
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import KERNELS
+from cupyattn.interpret import KernelFault
 from cupyattn.interpret.findings import KINDS
 from cupyattn.kernels import ladder
 from experiments._harness import patches
@@ -72,7 +74,7 @@ class Fault:
         return copy
 
     def check(self, folder: Path) -> None:
-        """Assert that it says in one sentence what it is, changes three lines, and applies."""
+        """Assert that the patch has a description, changes three lines, and applies."""
         assert re.fullmatch(r"[A-Z][^.]+\.", self.sentence), "one sentence"
         assert self.caught_by in ("J2", "interpreter")
         assert (self.kind in KINDS and self.line != "") == (self.caught_by == "interpreter")
@@ -91,6 +93,15 @@ def put_in_place(folder: Path, rung: str, monkeypatch: pytest.MonkeyPatch) -> No
     source = folder / f"attn_{variant}.cu"
     wrong = replace(ladder.VARIANTS[variant], source=source)
     monkeypatch.setitem(ladder.VARIANTS, variant, wrong)
+
+
+def check_found(run: Callable[[], bool], finding: str) -> None:
+    """Assert that a mistake is found: a hazard, or "": `run` returns that the result is wrong."""
+    if finding:
+        with pytest.raises(KernelFault, match=finding):
+            run()
+    else:
+        assert run()
 
 
 def put_a_line_in_place(

@@ -18,7 +18,7 @@ from cupyattn.problem import form as kernel_form_module
 from cupyattn.testing import mutations
 from tests.faults.fault_patches import FAULTS, FORMS, Fault, Hunk
 
-#: What a mistake may show in: features are compiled in or not at all.
+#: Calls in which a mistake may show: features are compiled in or not at all.
 CELLS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},

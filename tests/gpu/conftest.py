@@ -1,4 +1,4 @@
-"""What every test on a device begins with."""
+"""Setup of every test on a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def first_device() -> None:
 
 @pytest.fixture
 def exact_products() -> Iterator[None]:
-    """So that the device adds as precisely in every order."""
+    """Let the device add equally precisely in every order."""
     torch = pytest.importorskip("torch")
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

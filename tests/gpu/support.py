@@ -1,5 +1,4 @@
-"""What the tests on a device share, beside tests/support/runs.py: CuPy's arrays, forms, compiling
-ahead."""
+"""Code that tests on a device share, like tests/support/runs.py: arrays, forms, compiling ahead."""
 
 from __future__ import annotations
 
@@ -39,6 +38,30 @@ extern "C" __global__ void hold(const volatile int* released) {
 
 def on_device(*arrays: np.ndarray) -> tuple[Any, ...]:
     return tuple(cupy.asarray(array) for array in arrays)
+
+
+class Captured:
+    """A call in a CUDA graph: made once before, which compiles it and fills the pool of its stream.
+
+    Nothing in it may wait for the device.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with self.stream:
+            call()
+            self.stream.synchronize()
+            self.stream.begin_capture()
+            self.result = call()
+            self._graph = self.stream.end_capture()
+
+    def replay(self) -> Any:
+        """Launch the graph after all other work, and return the results of the captured call."""
+        cupy.cuda.Device().synchronize()
+        self._graph.launch(self.stream)
+        self.stream.synchronize()
+        return self.result
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cupyattn import strategies
 from cupyattn.arrays.kinds import STORAGE
 from tests.gpu.support import attend, on_device, prebuild, run, specs_of
+from tests.support.problems import drawn_values
 from tests.support.runs import CELLS, PLAIN, normal, on_host
 
 cupy = pytest.importorskip("cupy")
@@ -79,21 +80,7 @@ def test_the_bound_would_notice_zeros(variant: str, dtype: str) -> None:
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems(variant: str, dtype: str, data: Any) -> None:
     lengths = st.integers(1, 150) | st.sampled_from([31, 32, 33, 63, 64, 65, 127, 128, 129])
-    batch, heads_kv, group = (data.draw(st.integers(1, 3)) for _ in range(3))
-    len_q, len_kv = data.draw(lengths), data.draw(lengths)
-    head_dim = data.draw(st.sampled_from(DRAWN_HEAD_DIMS))
-    inputs = strategies.make_regime(
-        data.draw(st.sampled_from(strategies.REGIMES)),
-        (batch, heads_kv * group, len_q, head_dim),
-        (batch, heads_kv, len_kv, head_dim),
-        dtype,
-        data.draw(st.integers(0, 2**32 - 1)),
-    )
-    options = {
-        "causal": data.draw(st.booleans()),
-        "causal_align": data.draw(st.sampled_from(["bottom-right", "top-left"])),
-        "scale": data.draw(st.none() | st.floats(0.01, 1.0)),
-    }
+    inputs, options = drawn_values(data, lengths, DRAWN_HEAD_DIMS, dtype, batches=3, groups=3)
     run(variant, on_device(*inputs), **options).check()
 
 

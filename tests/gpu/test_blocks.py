@@ -8,7 +8,7 @@ import pytest
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.quant import weight_error
-from tests.gpu.support import on_device
+from tests.gpu.support import Captured, on_device
 from tests.quant.quant_inputs import DTYPES, operand
 
 cupy = pytest.importorskip("cupy")
@@ -82,15 +82,7 @@ def test_larger_blocks_are_cupys() -> None:
 def test_weights_on_a_stream_that_is_captured() -> None:
     w = operand(5, DTYPES[0], (1, 1, 256, 384))[0, 0]
     (x,) = on_device(w)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        ca.weight_dequant(*ca.weight_quant(x))  # compiles, and leaves its memory to the pool
-        stream.synchronize()
-        stream.begin_capture()
-        back = ca.weight_dequant(*ca.weight_quant(x))
-        graph = stream.end_capture()
-        graph.launch()
-        stream.synchronize()
+    back = Captured(lambda: ca.weight_dequant(*ca.weight_quant(x))).replay()
     assert back.get().tobytes() == ca.weight_dequant(*ca.weight_quant(w)).tobytes()
 
 

@@ -20,7 +20,7 @@ from cupyattn.kernels import ladder
 from cupyattn.ops.quantize import QuantizeSettings, quantize_at
 from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.runtime import ready
-from tests.gpu.support import guarded
+from tests.gpu.support import Captured, guarded
 from tests.support.runs import bits
 
 cupy = pytest.importorskip("cupy")
@@ -244,17 +244,7 @@ def test_pruning_by_a_ratio_waits_for_nothing(mode, moved, monkeypatch) -> None:
     attend = layer(enable_pruning=True, pruning_ratio=0.3)
     q, k, v = operands()
     want = bits(attend(q, k, v, STEP_OF[mode]))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        attend(q, k, v, STEP_OF[mode])  # fills the pool of this stream
-        stream.synchronize()
-        stream.begin_capture()
-        captured = attend(q, k, v, STEP_OF[mode])
-        graph = stream.end_capture()
-        graph.launch(stream)
-    stream.synchronize()
-    assert bits(captured) == want
+    assert bits(Captured(lambda: attend(q, k, v, STEP_OF[mode])).replay()) == want
 
 
 @pytest.mark.parametrize("mode", ["aggressive", "balanced"])
@@ -297,14 +287,5 @@ def test_nothing_waits_for_the_device(mode) -> None:
     attend = layer()
     q, k, v = operands()
     want = [bits(o) for o in attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode])]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode])  # fills the pool of this stream
-        stream.synchronize()
-        stream.begin_capture()
-        captured = attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode])
-        graph = stream.end_capture()
-        graph.launch(stream)
-    stream.synchronize()
-    assert [bits(o) for o in captured] == want
+    captured = Captured(lambda: attend.fused_cfg(q, q[::-1], k, v, STEP_OF[mode]))
+    assert [bits(o) for o in captured.replay()] == want

@@ -1,6 +1,5 @@
-"""Several devices by NCCL: J2, bits, bytes, memory, and what a rank that ends does to the others.
-
-`tests/distributed/test_distributed.py` says the same of threads without devices.
+"""Several devices by NCCL: J2, bits, bytes, memory, and the effect of a rank that ends.
+`tests/distributed/test_distributed.py` has the same tests for threads without devices.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tests.support.runs import bits, normal
 cupy = pytest.importorskip("cupy")
 
 ROOT = Path(__file__).parents[2]
-#: Of two and of four devices.
+#: Meshes of two and of four devices.
 MESHES = [Mesh(2, 2), Mesh(2, 1), Mesh(4, 4), Mesh(4, 1), Mesh(4, 2)]
 
 
@@ -241,7 +240,7 @@ def test_arrays_on_the_device_of_another_rank_are_refused() -> None:
         with cupy.cuda.Device(0):
             x = cupy.ones((1, 2, 64, 64), "float16")
         expected = distributed.RankError if group.device == 0 else ValueError
-        with pytest.raises(expected, match="q must lie on device 1, that of rank 1, got device 0"):
+        with pytest.raises(expected, match="q must lie on device 1, the device of rank 1"):
             distributed.parallel_attention(x, x, x, group)
 
     distributed.run(on_rank, devices(2), timeout=30)
@@ -295,7 +294,7 @@ def test_a_rank_that_raises_ends_those_that_wait_by_nccl() -> None:
     assert time.monotonic() - start < 25
 
 
-#: One rank of a group in which rank 1 goes wrong; the group after it, by what is left, is right.
+#: One rank of a group in which rank 1 fails; the next group of the remaining ranks is right.
 #: Without a device the arrays are NumPy's.
 SCRIPT = """
 import os, sys, threading, time

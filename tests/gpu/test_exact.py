@@ -28,7 +28,7 @@ LN2 = math.log(2.0)
 LEN_Q, LEN_KV, HEAD_DIM = 70, 150, 32
 #: Rungs whose scores are in log2 units; the unfused rung rounds natural scores.
 FUSED = [(name, dtype) for name, dtype in CELLS if variant_of(name).family != "unfused"]
-#: Those that hold V as it was given, in 16 or 32 bits; fixtures of 8-bit V are in test_pv8.py and
+#: Rungs that use V as given, in 16 or 32 bits; fixtures of 8-bit V are in test_pv8.py and
 #: test_hopper_pv8.py.
 WHOLE_V = [(name, dtype) for name, dtype in CELLS if "@pv8" not in name]
 #: All, the Hopper forms of 8-bit V among them.

@@ -1,4 +1,4 @@
-"""The examples on a device: that of CuPy, and those that run where they find themselves."""
+"""The examples on a device: the example of CuPy, and the examples that run on any backend."""
 
 from __future__ import annotations
 

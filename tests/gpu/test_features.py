@@ -1,7 +1,6 @@
 """Window, softcap, mask and bias on the device: every pair of them within its bound, and relations.
 
-`tests/kernels/test_features.py` says the same of the mirror and the interpreter, and what each one
-means.
+`tests/kernels/test_features.py` tests the mirror and the interpreter, and explains each test.
 """
 
 from __future__ import annotations
@@ -191,7 +190,7 @@ def test_a_block_mask_is_a_mask(rung: str, dtype: str) -> None:
         assert_same(masked, run(rung, (q, k, v), block_mask=on_its_device, **options))
 
 
-#: What the Hopper forms are asked for, that no key has a say in what becomes of others.
+#: Options for the Hopper forms in which no key influences others.
 WITHOUT_MEANS = {
     "fa_tc@sm90": {},
     "fa_int8@sm90": {"quant": QuantConfig(smooth_k=False)},

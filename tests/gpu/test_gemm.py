@@ -23,15 +23,15 @@ from cupyattn.problem.gemm_form import (
     where_shared,
 )
 from cupyattn.quant.activation import ACTIVATIONS
-from cupyattn.quant.blocks import BLOCK_SIZE
-from tests.gpu.support import arch_of, cupy, on_device
+from cupyattn.quant.blocks import BLOCK_SIZE, STRATEGIES
+from tests.gpu.support import Captured, arch_of, cupy, on_device
 from tests.quant.gemm_cases import REGIMES, Product, product
 from tests.quant.quant_inputs import operand
 
 FORMS = ("portable", "sm90")
-#: Of the portable form, on devices that have clusters.
+#: Tiles of the portable form, on devices that have clusters.
 SHARED = (GemmTiles(32, 64, 4, 6, splits=2), GemmTiles(16, 128, 4, 6, splits=4))
-#: Of the Hopper form, with three warpgroups that compute.
+#: Tiles of the Hopper form, with three warpgroups that compute.
 THREE = tuple(GemmTiles(192, 128, 16, 5, tail_splits=s) for s in (1, 2))
 
 
@@ -57,19 +57,28 @@ CELLS = [
     *(("sm90", tiles) for tiles in (*HOPPER_TILES, *THREE)),
     *(("portable", tiles) for tiles in SHARED),
 ]
+#: By strategy. Tiles of three warpgroups are tried with scales of blocks.
+CELLS_OF = {"block": CELLS, "channel": [cell for cell in CELLS if cell[1] not in THREE]}
 
 
-@pytest.mark.parametrize(("form", "tiles"), CELLS, ids=str)
+@pytest.mark.parametrize(
+    ("form", "tiles", "strategy"),
+    [(*cell, strategy) for strategy, cells in CELLS_OF.items() for cell in cells],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(500, 700, 1040), (1, 300, 4096), (333, 64, 16)], ids=str)
-def test_the_kernel_is_the_mirror_to_the_bit(form: str, tiles: GemmTiles, shape) -> None:
+def test_the_kernel_is_the_mirror_to_the_bit(
+    form: str, tiles: GemmTiles, strategy: str, shape
+) -> None:
     if form == "portable" and tiles.splits > 1 and capability() < 90:
         pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
     if tiles.cluster > -(-shape[2] // BLOCK_SIZE):
-        with pytest.raises(ValueError, match="one for every 128 codes"):
-            run(product(0, shape), form, tiles)
+        if strategy == "block":
+            with pytest.raises(ValueError, match="one for every 128 codes"):
+                run(product(0, shape), form, tiles)
         return
     for seed, out_dtype in enumerate(STORAGE):
-        p = product(seed, shape, out_dtype=out_dtype, bias=seed > 0)
+        p = product(seed, shape, out_dtype=out_dtype, bias=seed > 0, strategy=strategy)
         assert run(p, form, tiles).tobytes() == p.mirror_of(tiles).tobytes()
 
 
@@ -87,11 +96,12 @@ def test_a_cluster_gives_the_same_bits_a_hundred_times(tiles: GemmTiles) -> None
     assert run(p, "sm90", tiles).tobytes() == first.tobytes()
 
 
-def test_few_rows_by_themselves() -> None:
-    """What is chosen for layers of Kandinsky 5, and that somebody's own arrays stay."""
-    for m in (1, 16, 33, 64):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_form_that_is_chosen(strategy: str) -> None:
+    """For layers of Kandinsky 5 with few rows; and that somebody's own arrays stay."""
+    for m in (1, 16, 33, 64, *([512] if strategy == "channel" else [])):
         for n, k in ((1792, 1792), (1792, 7168), (4096, 4096)):
-            p = product(m, (m, n, k), out_dtype="float16", bias=True)
+            p = product(m, (m, n, k), out_dtype="float16", bias=True, strategy=strategy)
             arch, tiles = on_hopper(m, n, k) if capability() == 90 else (None, None)
             choices = HOPPER_TILES if arch else PORTABLE_TILES
             expected = p.mirror_of(tiles or choose_tiles(m, n, k, choices))
@@ -113,7 +123,7 @@ def test_a_block_takes_many_tiles(form: str) -> None:
 
 @pytest.mark.parametrize("tiles", [HOPPER_TILES[0], HOPPER_TILES[1], *THREE], ids=str)
 def test_a_shared_last_wave_gives_the_same_bits_a_hundred_times(tiles: GemmTiles) -> None:
-    """Of several waves, with none of its tiles shared and with some; the bound, with outliers."""
+    """Products of several waves, with and without shared tiles; the bound, with outliers."""
     shape = 3000, 3200, 1104
     assert tiles_alone(*shape[:2], tiles) >= HOPPER_BLOCKS
     assert where_shared(*shape[:2], tiles).any() == (tiles.tail_splits > 1)
@@ -140,7 +150,7 @@ def test_outliers_and_activations(form: str, activation: str) -> None:
         assert p.share_of_bound(run(p, form)) <= 1
 
 
-@settings(max_examples=60)
+@settings(max_examples=120)
 @given(
     st.integers(0, 2**32 - 1),
     st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(0, 600)),
@@ -149,28 +159,34 @@ def test_outliers_and_activations(form: str, activation: str) -> None:
     st.sampled_from(ACTIVATIONS),
     st.integers(0, 70),
     st.sampled_from(FORMS),
+    st.sampled_from(STRATEGIES),
 )
 def test_any_shape_holds_its_bound(
-    seed, shape, regime, out_dtype, activation, outliers, form
+    seed, shape, regime, out_dtype, activation, outliers, form, strategy
 ) -> None:
     p = product(
         seed, shape, regime, out_dtype=out_dtype, bias=bool(seed % 2), activation=activation,
-        outliers=outliers,
+        outliers=outliers if strategy == "block" else 0, strategy=strategy,
     )  # fmt: skip
-    assert p.share_of_bound(run(p, form)) <= 1
+    c = run(p, form)
+    assert p.share_of_bound(c) <= 1
+    if strategy == "channel" and not activation:
+        assert c.tobytes() == p.mirror().tobytes()
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("form", FORMS)
-def test_operands_amid_others(form: str) -> None:
+def test_operands_amid_others(form: str, strategy: str) -> None:
     """Rows that end within their stride, at odd addresses, NaN in the scales beside those read."""
-    p = product(6, (290, 270, 500))
+    p = product(6, (290, 270, 500), strategy=strategy)
+    blocks = p.a_scales.shape[1]
     for offset in (1, 4, 16):
         a, b = (cupy.full((x.shape[0], 560), 127, cupy.int8) for x in (p.a, p.b))
         a_scales, b_scales = (
             cupy.full((x.shape[0], 7), cupy.nan, cupy.float32) for x in (p.a, p.b_scales)
         )
-        views = (a[:, offset : offset + 500], a_scales[:, 1:5], b[:, offset : offset + 500],
-                 b_scales[:, 2:6])  # fmt: skip
+        views = (a[:, offset : offset + 500], a_scales[:, 1 : 1 + blocks],
+                 b[:, offset : offset + 500], b_scales[:, 2 : 2 + blocks])  # fmt: skip
         for view, x in zip(views, p.operands, strict=True):
             view[...] = cupy.asarray(x)
         arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
@@ -225,13 +241,5 @@ def test_a_call_can_be_captured() -> None:
     """It does not wait for the device, and allocates from the pool alone."""
     p = product(3, (256, 256, 512))
     operands = on_device(*p.operands)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        ca.int8_gemm(*operands, "float32")  # compiles, and leaves its memory to this stream's pool
-        stream.synchronize()
-        stream.begin_capture()
-        c = ca.int8_gemm(*operands, "float32")
-        graph = stream.end_capture()
-        graph.launch()
-        stream.synchronize()
+    c = Captured(lambda: ca.int8_gemm(*operands, "float32")).replay()
     assert c.get().tobytes() == p.mirror().tobytes()

@@ -17,8 +17,7 @@ from cupyattn.quant.activation import GLU
 from cupyattn.quant.blocks import STRATEGIES
 from cupyattn.reference.gemm import activate
 from tests.gpu.support import arch_of, cupy, on_device
-from tests.gpu.test_gemm import CELLS, FORMS, capability
-from tests.gpu.test_gemm_channel import CELLS as CHANNEL_CELLS
+from tests.gpu.test_gemm import CELLS_OF, FORMS, capability
 from tests.quant.gemm_cases import REGIMES, product
 from tests.quant.test_gemm_channel import activations
 
@@ -34,13 +33,13 @@ def arch_of_form(form: str) -> str | None:
     ("form", "tiles", "strategy", "kind"),
     [
         (*cell, strategy, KINDS[number % len(KINDS)])
-        for strategy, cells in (("block", CELLS), ("channel", CHANNEL_CELLS))
+        for strategy, cells in CELLS_OF.items()
         for number, cell in enumerate(cells)
     ],
     ids=str,
 )
 def test_all_tiles_hold_the_bound(form: str, tiles: GemmTiles, strategy: str, kind) -> None:
-    """Halves that end within a block of scales, and those of whole blocks."""
+    """Halves that end within a block of scales, and halves of whole blocks."""
     if form == "portable" and tiles.splits > 1 and capability() < 90:
         pytest.skip("needs clusters of blocks: compute capability 9.0 or later")
     activation, out_dtype = kind

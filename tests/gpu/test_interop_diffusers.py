@@ -56,7 +56,7 @@ def test_sixteen_bits(mode: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["aggressive", "balanced", "precision"])
 def test_a_layer_gives_the_bits_of_arrays_in_the_order_of_its_queries(mode: str) -> None:
-    """The first call and those that are launched on addresses, each with other tensors."""
+    """The first call and later calls that are launched on addresses, each with other tensors."""
     layer = layers.Layer("x", None, mode, steps.Step(), 0, quant=ca.QuantConfig())
     options = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     plain = ca.Int8Attention(4, 64, 2, quant=ca.QuantConfig())

@@ -139,7 +139,7 @@ def test_a_refusal_has_the_sentence_of_the_call_on_cupy_arrays(options: dict[str
 
 
 def test_given_scales_of_blocks_are_those_of_the_device() -> None:
-    """How many blocks there are is known where the call runs."""
+    """The number of blocks is known when the call runs."""
     inputs = on_cupy(*operands())
     dynamic = {"variant": "fa_int8", "quant": ca.QuantConfig("block", "block")}
     tiles = resolved(*inputs, **dynamic).scale_tiles
@@ -154,7 +154,7 @@ def test_given_scales_of_blocks_are_those_of_the_device() -> None:
 
 # ---- linear layers -------------------------------------------------------------------------------
 
-#: How a layer is made of a weight.
+#: Ways to make a layer of a weight.
 LAYERS: dict[str, dict[str, Any]] = {
     "block": {},
     "channel": {"strategy": "channel"},

@@ -1,6 +1,6 @@
 """Offloaded models with INT8 layers on the device: streams, files, and pipelines with adapters.
 
-tests/interop/test_interop_offloading.py has what needs no device.
+tests/interop/test_interop_offloading.py has the tests without a device.
 """
 
 from __future__ import annotations

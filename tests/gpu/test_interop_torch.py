@@ -1,6 +1,6 @@
 """Attention on torch's tensors on a device: its memory, its stream, its graphs.
 
-tests/interop/test_interop_torch.py has what needs none.
+tests/interop/test_interop_torch.py has the tests without a device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls made for their place in Inductor's code, on a device: bits, replays, streams, CUDA graphs.
 
-tests/interop/test_interop_torch_places.py and test_interop_torch_inductor_calls.py have what needs
-none.
+tests/interop/test_interop_torch_places.py and test_interop_torch_inductor_calls.py have the tests
+without a device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Views of torch's tensors on a device: how outputs lie in memory, and what is copied.
-
-tests/interop/test_interop_torch_sdpa.py has what needs no device.
+"""Views of torch's tensors on a device: layout of outputs, and copies of operands.
+tests/interop/test_interop_torch_sdpa.py has the tests without a device.
 """
 
 from __future__ import annotations

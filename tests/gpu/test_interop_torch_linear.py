@@ -1,6 +1,6 @@
 """INT8 linear layers of torch on a device: the bits of `cupyattn.Int8Linear`, models, weights.
 
-tests/interop/test_interop_torch_layer.py has what needs none.
+tests/interop/test_interop_torch_layer.py has the tests without a device.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights quantised on a device: verdicts, codes and memory.
 
-tests/interop/test_interop_torch_quantising.py has what needs none.
+tests/interop/test_interop_torch_quantising.py has the tests without a device.
 """
 
 from __future__ import annotations

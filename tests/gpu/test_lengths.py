@@ -14,7 +14,7 @@ import pytest
 from cupyattn import attention, plan, quantize
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
-from tests.gpu.support import arch_of, checked_calls, moved, on_device
+from tests.gpu.support import Captured, arch_of, checked_calls, moved, on_device
 from tests.gpu.test_varlen import (
     ALL_CELLS,
     BOTH_FORMS,
@@ -124,22 +124,12 @@ def test_a_captured_call_reads_the_lengths_when_it_runs(rung: str) -> None:
     q, k, v = map(cupy.nan_to_num, (q, k, v))
     out, options = cupy.full_like(q, cupy.nan), asked(rung)
     prepared = plan(q, k, v, out=out, **options, **lengths)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        prepared(q, k, v, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        prepared(q, k, v, out=out)
-        graph = stream.end_capture()
+    captured = Captured(lambda: prepared(q, k, v, out=out))
     other = {name: x[::-1].copy() for name, x in lengths.items()}
     expected = bits(attention(q, k, v, **options, **other))
     for name in NAMES:
         lengths[name][...] = other[name]
-    cupy.cuda.Device().synchronize()
-    with stream:
-        graph.launch(stream)
-    stream.synchronize()
+    captured.replay()
     assert bits(out) == expected
 
 

@@ -98,7 +98,7 @@ def test_a_graph_of_calls_is_what_they_are() -> None:
 
 
 def test_a_graph_of_an_experiment_has_memory_of_its_own() -> None:
-    """Results and scratch memory that calls take lie where nobody else's do, ours and torch's."""
+    """Results and scratch memory of its calls overlap no other memory, neither ours nor torch's."""
     sets = [on_device(*make("normal", 1, 8, 300, 300, 64, seed=seed)) for seed in range(3)]
     calls: dict[str, Callable[..., Any]] = {
         rung: functools.partial(ca.attention, variant=rung) for rung in ("unfused", "fa_int8")

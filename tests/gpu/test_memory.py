@@ -1,4 +1,4 @@
-"""What a kernel may touch: nothing outside its arrays, nothing of its inputs, any strides."""
+"""Memory accesses of kernels: nothing outside of arrays, no writes to inputs, any strides."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_codes_past_two_to_the_31(rung: str) -> None:
 
 @pytest.mark.parametrize("variant", ["unfused", "fa_tc", "fa_int8"])
 def test_what_does_not_fit_says_so_before_the_launch(variant: str) -> None:
-    """As if the device had 1 MiB left; then the call runs as before."""
+    """The device pretends to have 1 MiB left; afterwards the call runs as before."""
     inputs = on_device(*normal((1, 8, 2048, 64), (1, 8, 2048, 64)))
     expected = attention(*inputs, variant=variant)
     pool = cupy.get_default_memory_pool()

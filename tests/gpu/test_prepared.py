@@ -9,7 +9,7 @@ import pytest
 
 from cupyattn import attention, plan, quantize
 from cupyattn.compiler import modules as kc
-from tests.gpu.support import arch_of, checked_calls, on_device
+from tests.gpu.support import Captured, arch_of, checked_calls, on_device
 from tests.support.runs import RUNGS, bits, normal, variant_of
 
 cupy = pytest.importorskip("cupy")
@@ -37,26 +37,18 @@ def test_a_captured_call_owns_its_scratch_memory(rung: str) -> None:
     inputs = on_device(*normal(*SHAPES))
     out = cupy.full_like(inputs[0], cupy.nan)
     prepared = plan(*inputs, out=out, **options_of(rung))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        prepared(*inputs, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        prepared(*inputs, out=out)
-        graph = stream.end_capture()
+    captured = Captured(lambda: prepared(*inputs, out=out))
     expected = bits(attention(*inputs, **options_of(rung)))
     cupy.cuda.Device().synchronize()
-    with stream:
+    with captured.stream:
         filled = [cupy.full(2**n, 0xFF, cupy.uint8) for n in range(4, 22)]
         out.fill(cupy.nan)
-        graph.launch(stream)
-    stream.synchronize()
+    captured.replay()
     assert bits(out) == expected and all(bool((x == 0xFF).all()) for x in filled)
 
 
 def test_a_call_is_found_again_and_only_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found is neither checked nor planned."""
+    """A found call is neither checked nor planned."""
     q, k, v = on_device(*normal(*SHAPES))
     checked = checked_calls(monkeypatch)
     before = bits(attention(q, k, v, variant="fa"))

@@ -71,7 +71,7 @@ def test_fifty_runs_have_the_same_bits(name: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_sequences(name: str) -> None:
-    """A box of rows brings those of the next sequence, which are larger: they are nothing to it."""
+    """A box of rows includes larger rows of the next sequence, which must have no influence."""
     lengths = np.array([0, 71, 0, 300, 1, 900, 192, 40])
     ends = cupy.asarray(np.cumsum(lengths).astype(np.int32))
     q, k, v = (cupy.random.standard_normal((1504, 4, 64)).astype("f2") for _ in range(3))

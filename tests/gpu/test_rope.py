@@ -1,7 +1,6 @@
 """Rotary embeddings on the device: J1 of the pass, every rung within its bound, recent calls.
 
-`tests/problem/test_rope.py` says the same of the mirror and the interpreter, and what each test
-means.
+`tests/problem/test_rope.py` tests the mirror and the interpreter, and explains each test.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import pytest
 
 from cupyattn import attention, plan
 from cupyattn.arrays.operand import Operand
-from cupyattn.plans.prepare_rows import plan_rotation
+from cupyattn.plans.prepare_rows import Prepares, plan_preparation
 from cupyattn.problem.row_preparation import Rope
 from cupyattn.runtime import ready
-from tests.gpu.support import arch_of, attend, embedded, on_device, run
+from tests.gpu.support import Captured, arch_of, attend, embedded, on_device, run
 from tests.support.runs import (
     CELLS,
     RUNGS,
@@ -49,7 +48,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interlea
     turned = cupy.empty(x.shape, x.dtype)
     cos, sin = on_device(rope.cos, rope.sin)
     buffers = {"x": given, "turned": turned, "rope_cos": cos, "rope_sin": sin}
-    ready.run(plan_rotation(Operand.of(given), dtype, rope.pairs, 9), buffers)
+    ready.run(plan_preparation(Operand.of(given), dtype, Prepares("q", rope.pairs, 9)), buffers)
     assert bits(turned) == bits(rope.turned(x, x[:, :, :0])[0])
 
 
@@ -101,18 +100,9 @@ def test_a_captured_call_turns_new_data(rung: str) -> None:
     options = {"variant": variant_of(rung).name, "arch": arch_of(rung), "rope": tables}
     out = cupy.empty_like(q)
     prepared = plan(q, k, v, out=out, **options)
-    prepared(q, k, v, out=out)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        stream.begin_capture()
-        prepared(q, k, v, out=out)
-        graph = stream.end_capture()
+    captured = Captured(lambda: prepared(q, k, v, out=out))
     fresh = on_device(*normal((1, 2, 40, 64), (1, 2, 70, 64), seed=5))
     for x, new in zip((q, k, v), fresh, strict=True):
         x[...] = new
-    cupy.cuda.Device().synchronize()
-    with stream:
-        graph.launch(stream)
-    stream.synchronize()
+    captured.replay()
     assert bits(out) == bits(attention(q, k, v, **options))

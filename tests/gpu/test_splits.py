@@ -14,7 +14,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.problem.form import module_spec
-from tests.gpu.support import arch_of, embedded, guarded, on_device
+from tests.gpu.support import Captured, arch_of, embedded, guarded, on_device
 from tests.support import runs
 from tests.support.runs import SPILLED_SPLIT, bits, normal, on_host
 
@@ -106,14 +106,9 @@ def test_a_graph_captures_both_launches() -> None:
     o = cupy.empty_like(inputs[0])
     prepared = plan(*inputs, variant="fa_tc", out=o)
     expected = bits(prepared(*inputs, out=o))
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        prepared(*inputs, out=o)
-        graph = stream.end_capture()
-        o.fill(0)
-        graph.launch(stream)
-        stream.synchronize()
+    captured = Captured(lambda: prepared(*inputs, out=o))
+    o.fill(0)
+    captured.replay()
     assert bits(o) == expected
 
 

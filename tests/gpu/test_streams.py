@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.support import attend, held, on_device, prebuild, specs_of
+from tests.gpu.support import Captured, attend, held, on_device, prebuild, specs_of
 from tests.support.runs import RUNGS, bits, normal
 
 cupy = pytest.importorskip("cupy")
@@ -73,27 +73,16 @@ def test_two_streams_do_not_disturb_each_other(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", RUNGS)
 def test_a_captured_call_runs_on_new_data(variant: str) -> None:
-    """One call outside (it compiles and fills the memory pool), one captured, then replays."""
     inputs = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64)))
     out = cupy.full_like(inputs[0], cupy.nan)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        attend(variant, *inputs, causal=True, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        attend(variant, *inputs, causal=True, out=out)
-        graph = stream.end_capture()
+    captured = Captured(lambda: attend(variant, *inputs, causal=True, out=out))
     for seed in (1, 2):
         fresh = on_device(*normal((2, 4, 100, 64), (2, 2, 130, 64), seed=seed))
         expected = attend(variant, *fresh, causal=True)
-        cupy.cuda.Device().synchronize()
-        with stream:
-            for x, new in zip(inputs, fresh, strict=True):
-                x[...] = new
-            out.fill(cupy.nan)
-            graph.launch(stream)
-        stream.synchronize()
+        for x, new in zip(inputs, fresh, strict=True):
+            x[...] = new
+        out.fill(cupy.nan)
+        captured.replay()
         assert bits(out) == bits(expected)
 
 

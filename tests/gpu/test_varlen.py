@@ -22,7 +22,15 @@ from cupyattn import (
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
 from cupyattn.ops.prepared import SEQUENCES
-from tests.gpu.support import arch_of, attend, checked_calls, moved, on_device, run_packed
+from tests.gpu.support import (
+    Captured,
+    arch_of,
+    attend,
+    checked_calls,
+    moved,
+    on_device,
+    run_packed,
+)
 from tests.problem.test_varlen import CELLS, FEATURES, OPTIONS, RUNGS, added, rng_of
 from tests.support.runs import (
     Arrays,
@@ -209,22 +217,12 @@ def test_a_captured_call_reads_the_offsets_when_it_runs(rung: str) -> None:
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     asked: dict[str, Any] = {"variant": "fa_tc", "arch": arch_of(rung)}
     prepared = plan(q, k, v, out=out, max_len_q=130, max_len_k=160, **asked, **named)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        prepared(q, k, v, out=out)
-        stream.synchronize()
-        stream.begin_capture()
-        prepared(q, k, v, out=out)
-        graph = stream.end_capture()
+    captured = Captured(lambda: prepared(q, k, v, out=out))
     other = on_device(np.array([0, 130, 130], np.int32), np.array([0, 159, 160], np.int32))
     expected = bits(attention_varlen(q, k, v, *other, **asked))
     for mine, theirs in zip(ends, other, strict=True):
         mine[...] = theirs
-    cupy.cuda.Device().synchronize()
-    with stream:
-        graph.launch(stream)
-    stream.synchronize()
+    captured.replay()
     assert bits(out) == expected
 
 

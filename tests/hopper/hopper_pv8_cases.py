@@ -19,7 +19,7 @@ from tests.support.runs import Arrays, normal
 PV8, FP8, BY_TILE = RUNGS = ("fa_int8@sm90_pv8", "fa_int8@sm90_fp8", "fa_int8@sm90_pv8_by_tile")
 #: All with every storage type that they take.
 CELLS = [(rung, dtype) for rung in RUNGS for dtype in runs.variant_of(rung).dtypes]
-#: Keys of a step, where Q and K are those of `exact`; the same of `exact_by_tile`.
+#: Keys of a step for Q and K of `exact`; the same for `exact_by_tile`.
 BLOCK_KV, OF_TILE = pv8_cases.TILE[pv8_cases.HOPPER], HOPPER_VALUE_KEYS
 
 

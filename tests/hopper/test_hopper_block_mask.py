@@ -231,7 +231,7 @@ _COUNTED = (
 )
 _WITHOUT_KEYS = "number >= keys.end ? ", "number >= keys.end ? 0 * ", AssertionError
 _WITHOUT_KEYS_OF_CODES = "!kept ? ", "!kept ? 0 * ", AssertionError
-#: What may be wrong: (text of the kernel, what stands there instead, how it is seen).
+#: Faults: (text of the kernel, its replacement, the sign of the fault).
 WRONG: dict[str, tuple[str, str, type[Exception]]] = {
     "the first key of a step is counted, not read": (
         "kv0 = LISTED ? first_key(step_word) : kv0 + BLOCK_KV;", "kv0 += BLOCK_KV;",
@@ -289,7 +289,7 @@ WITHOUT_KEYS: dict[str, dict[str, Any]] = {
 def test_a_step_without_keys_reads_no_scale_behind_the_last(
     what: str, rung: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a scale is that of a whole step, and the last key ends one."""
+    """A scale belongs to a whole step, and the last key ends one."""
     inputs = normal((1, 1, 140, 32), (1, 1, 64, 32))
     tiles = Tiles(128, 64, 12, 2)
     quant = replace(asked_for(rung).get("quant", QuantConfig()), granularity_k="block")

@@ -118,7 +118,7 @@ def test_a_scale_of_keys_that_is_nan_reaches_the_rows_that_attend_alone() -> Non
     assert np.isnan(o[:, :, 32:]).all() and np.isnan(lse[:, :, 32:]).all()
 
 
-#: What may be wrong: text of the kernel, and what stands there instead.
+#: Faults: text of the kernel, and its replacement.
 WRONG = {
     "scales of V of the first tile": ("V_scale + int64_t(group) * HEAD_DIM", "V_scale"),
     "scales of V of the first columns": (

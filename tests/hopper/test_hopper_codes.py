@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.hopper import hopper_pv8_cases as cases
 from tests.support import runs
 from tests.support.marks import slow
-from tests.support.runs import bits, form_taken, normal, packed, sequences
+from tests.support.runs import bits, check_each_alone, form_taken, normal, packed
 
 CODES, CODES_OF_V = "fa_int8@sm90", "fa_int8@sm90_pv8"
 FORMS = {CODES: "sm90", CODES_OF_V: "sm90_pv8"}
@@ -49,7 +50,7 @@ def run_among_rows(rung: str) -> runs.Run:
     "rung", ["fa_tc@sm90", CODES, cases.FP8, *slow((CODES_OF_V, cases.BY_TILE))]
 )
 def test_a_window_that_begins_among_the_rows_of_a_warp(rung: str) -> None:
-    """Of some rows a step is masked and of others not: the lanes of the warp go one way."""
+    """A step is masked for only some rows, but the lanes of the warp take one path."""
     one = run_among_rows(rung)
     assert one.form == rung.partition("@")[2]
     one.check()
@@ -68,10 +69,9 @@ def test_lanes_that_ask_for_their_own_rows_vote_apart(
 def test_sequences_of_codes_are_as_if_alone() -> None:
     tiles = Tiles(128, 64, 12, 2)
     inputs, ends = packed(((5, 30), (20, 70)), 2, 1, 40)
-    o = attention_varlen(*inputs, *ends, variant="fa_int8", tiles=tiles, **HOPPER)
-    for rows, one in sequences(inputs, ends):
-        alone = attention(*one, variant="fa_int8", tiles=tiles, **HOPPER)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(alone)
+    given = {"variant": "fa_int8", "tiles": tiles, "return_lse": True, **HOPPER}
+    found = attention_varlen(*inputs, *ends, **given)
+    check_each_alone(found, inputs, ends, functools.partial(attention, **given))
 
 
 # ---- where rows end ------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def in_14_bits(
 
 
 def test_sums_of_14_bits_keep_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As no device is here to say how it adds, the worst that the bound allows for."""
+    """Without a device, the sums have the worst errors that the bound allows."""
     inputs = normal((1, 1, 20, 32), (1, 1, 300, 32))
     q, k, v = inputs[0] * 0, inputs[1], np.abs(inputs[2])  # all addends of one sign
     quant = QuantConfig(pv="fp8", granularity_v="channel", smooth_v=False)

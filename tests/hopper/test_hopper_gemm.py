@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import devices
-from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import ProductOperands, plan_gemm
 from cupyattn.plans.records import TensorMap
 from cupyattn.problem import gemm_form
-from cupyattn.problem.gemm_form import HOPPER_TILES, settle_gemm
+from cupyattn.problem.gemm_form import settle_gemm
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import Product, product
-from tests.quant.test_gemm import planned
+from tests.quant.gemm_cases import Product, planned, product
 from tests.support.marks import slow_unless
 
 SMALL = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
@@ -56,7 +53,7 @@ def test_a_pass_of_several_slices_leaves_a_remainder(slices: int, block_n: int) 
 
 
 def test_a_block_takes_one_tile_after_the_other(monkeypatch) -> None:
-    """Its ring of stages goes on where the tile before ended; scales and columns are those of each.
+    """Its ring of stages continues where the last tile ended; each tile has its scales and columns.
 
     Outliers, too, are steps of the ring.
     """
@@ -101,25 +98,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        pytest.param(t, marks=[] if t in HOPPER_TILES[:1] else [pytest.mark.slow])
-        for t in (*HOPPER_TILES, THREE)
-    ],
-    ids=lambda t: f"{t.block_m}x{t.block_n}-{t.splits}",
-)
-def test_default_tiles_spill_nothing(tiles: GemmTiles) -> None:
-    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):
-        (one,) = planned(4096, 4096, 4096, tiles=tiles, arch="sm_90a", **options).launches
-        binary = kc.build(one.module, "sm_90a")
-        taken = binary.kernels["gemm_int8"]
-        assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-        devices.check_shared_memory(binary.smem_bytes, 227 * 1024, str(one.module))
-
-
 def test_boxes_are_the_slices_of_a_tile() -> None:
-    plan = planned(500, 300, 1008, arch="sm_90a", outliers=True, tiles=LARGE)
+    plan = planned(500, 300, 1008, arch="sm_90a", outliers="bfloat16", tiles=LARGE)
     (one,) = plan.launches
     assert one.grid == 8 and one.module.hopper
     boxes = {m.buffer: (m.dtype, m.box, m.strides[2]) for m in one.params

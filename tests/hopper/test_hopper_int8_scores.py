@@ -53,7 +53,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "block_mask": BlockMask(np.array([[1, 0, 1], [0, 1, 1]], bool)[None, None], 128, 128),
     },
 }  # fmt: skip
-#: What is run with each form in a quick run of the tests.
+#: Options that run with each form in a quick run of the tests.
 QUICK = dict(zip(RUNGS, ("dense bias", "mask of keys", "all", "mask of rows"), strict=True))
 
 
@@ -77,7 +77,7 @@ def planned(rung: str, inputs: Arrays | None = None, **options: Any) -> Plan:
 
 
 def with_speeds(chosen: dict[str, str]) -> list[Any]:
-    """Each of `OPTIONS` with every other form, in turn; slow but for those that are chosen."""
+    """Each of `OPTIONS` with every other form, in turn; all but the chosen ones are slow."""
     return [
         pytest.param(rung, name, marks=[] if chosen.get(rung) == name else SLOW)
         for i, rung in enumerate(RUNGS)
@@ -189,7 +189,7 @@ def test_they_hold_at_other_head_sizes(rung: str, head_dim: int, name: str) -> N
 @SLOW
 @pytest.mark.parametrize("rung", ["fa_int8@sm90", "fa_int8@sm90_fp8"])
 def test_zero_points_and_the_steps_of_a_mask(rung: str) -> None:
-    """What goes with the keys is loaded for the steps that the mask leaves."""
+    """Data of the keys is loaded for the steps that the mask leaves."""
     q, k, v = arrays()
     quant = quant_of(rung, symmetric=False)
     run(rung, (q + 2, k + 3, v), mask=row_mask(), quant=quant).check()
@@ -315,9 +315,9 @@ def test_a_bound_with_all_of_them_stays_near_that_without(rung: str) -> None:
 
 # ---- plans ---------------------------------------------------------------------------------------
 
-#: What default tiles may spill all the same, in bytes: an address or two of the thread that copies.
-#: With a mask alone less than a plain kernel spills with scales of 16 keys (SPILLED_FINE).
-#: The bits that weights are cut by take one word more, and fewer instructions.
+#: Bytes that default tiles may spill: an address or two of the thread that copies. With a mask
+#: alone less than a plain kernel spills with scales of 16 keys (SPILLED_FINE). The bits that
+#: weights are cut by take one word more, and fewer instructions.
 SPILLED = {("fa_int8@sm90_fp8", 128, "bias"): 8, ("fa_int8@sm90", 64, "mask"): 20}
 
 

@@ -25,7 +25,7 @@ LN2 = math.log(2.0)
 BY = Shifts()
 FORM: dict[str, Any] = {"variant": "fa_int8", "form": "sm90_pv8"}
 CHANNEL = QuantConfig(pv="int8", granularity_v="channel")
-#: How operands of each form with P and V in 8 bits are quantised.
+#: Configurations of each form with P and V in 8 bits.
 FORMS: dict[str, dict[str, Any]] = {
     cases.PV8: {"quant": CHANNEL},
     cases.FP8: {"quant": QuantConfig(pv="fp8", granularity_v="channel")},
@@ -68,7 +68,7 @@ def test_sums_of_many_keys_stay_in_their_range() -> None:
 
 
 def test_steps_are_wide_where_lengths_fill_them() -> None:
-    """Scales of K are those of the same keys either way."""
+    """Scales of K belong to the same keys either way."""
     rung = lookup("fa_int8")
     own = rung.forms["sm90_pv8"].tiles
     narrow, (wide, _) = own.default[128], own.other[128]
@@ -174,7 +174,7 @@ def test_sums_are_watched_as_the_mirror_watches_them(
 
 @pytest.mark.slow
 def test_guarded_sums_and_rows_without_keys() -> None:
-    """As many keys as are watched for overflow; the first rows see none of them."""
+    """The number of keys requires checks for overflow; the first rows attend to none of them."""
     q, k, v = normal((1, 1, 20, 16), (1, 1, 4160, 16))
     one = cases.run(
         cases.PV8, (q, k, v), backend="interpret", window=(9, 0), causal_align="top-left"

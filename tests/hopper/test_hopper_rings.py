@@ -31,7 +31,7 @@ RUNGS = (
     "fa_int8@sm90_pv8_by_tile",
 )  # fmt: skip
 FAULTS = [parse(path) for path in sorted((FOLDER / "rings").glob("*.patch"))]
-#: Those that are planted in a quick run.
+#: Faults that are planted in a quick run.
 AT_ONCE = ("phase_bit_set_and_not_flipped", "last_V_given_back_before_it_was_read")
 #: Five heads of one tile of rows each.
 TILES = 5

@@ -142,7 +142,7 @@ def test_they_hold_at_other_head_sizes(head_dim: int, options: dict[str, Any]) -
 
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sequences_that_are_packed(bias: bool) -> None:
-    """What stands past the end of a sequence, in mask and bias too, changes no bit."""
+    """Numbers past the end of a sequence, in mask and bias too, change no bit."""
     inputs, ends = packed(((60, 70), (37, 100), (0, 9), (150, 0)), 2, 1, 64)
     rng = np.random.default_rng(3)
     options: dict[str, Any] = {"mask": rng.random((4, 1, 150, 104)) < 0.6, "max_len_k": 104}
@@ -335,7 +335,7 @@ def test_bits_and_steps_of_a_mask(kind: str) -> None:
 
 @pytest.mark.parametrize("mixed", [(), (0,), (31,), (32, 40), (5, 69)])
 def test_whole_steps_are_counted_warp_by_warp(mixed: tuple[int, ...]) -> None:
-    """Of 70 steps, some of them empty, with a last one that is not whole."""
+    """There are 70 steps, some of them empty, and the last one is not whole."""
     steps, empty, block_kv = 70, (3, 33), 128
     mask = np.ones((steps, block_kv), bool)
     mask[list(empty)] = mask[list(mixed), 7] = False

@@ -40,7 +40,7 @@ def test_one_tile_after_another(rung: str, options: dict[str, Any]) -> None:
 
 
 AT_THE_END = "  if (O_STAGED && lane_id() == 0) cp_async_bulk_wait_group_read();"
-#: What is changed of which source, and what the interpreter says of it.
+#: Changes of sources, and the interpreter's finding for each.
 HAZARDS = {
     "scales that another thread loads": (
         PV8, PV8_KERNEL, "    named_barrier_sync(CONSUMERS + warpgroup, WARPGROUP);\n", "race"),

@@ -31,6 +31,7 @@ from tests.support.runs import (
     Guarded,
     asked_for,
     bits,
+    check_each_alone,
     hopper_blocks,
     packed,
     rope_tables,
@@ -80,13 +81,12 @@ def check_that_every_sequence_is_as_if_alone(
     o, lse = varlen(rung, inputs, ends, out=out.array, **options)
     out.check()
     alone = {**asked_for(rung), "backend": "interpret", "return_lse": True, **options}
-    for rows, one in sequences(inputs, ends):
-        if rows.start == rows.stop:
-            continue
-        with_keys = {"arch": "sm_90a", "tiles": TILES} if one[1].size else {}
-        expected, expected_lse = attention(*one, **alone, **with_keys)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
-        assert bits(lse[:, rows]) == bits(expected_lse), rows
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        with_keys = {"arch": "sm_90a", "tiles": TILES} if k.size else {}
+        return attention(q, k, v, **alone, **with_keys)
+
+    check_each_alone((o, lse), inputs, ends, call)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ OF_STEPS, OF_HEADS = (
 def test_every_sequence_of_codes_is_as_if_alone(
     rung: str, head_dim: int, dtype: str, options: dict[str, Any]
 ) -> None:
-    """Means and scales of the keys are each sequence's own, those of 8-bit values as well."""
+    """Each sequence has separate means and scales of keys, and of 8-bit values."""
     lengths = ((0, 0), (5, 70), (0, 9), (30 if rung in (PV8, FP8, BY_TILE) else 130, 66), (0, 0))
     check_that_every_sequence_is_as_if_alone(rung, head_dim, lengths, options, dtype)
 
@@ -257,7 +257,7 @@ def test_neighbours_have_no_influence(rung: str, options: dict[str, Any]) -> Non
 
 
 def test_no_column_past_head_dim_is_written() -> None:
-    """Of the rows that do not go through the copy engine."""
+    """This tests rows that are not stored by the copy engine."""
     (q, k, v), ends = packed(((5, 9), (17, 7)), 2, 1, head_dim=40)
     buffer = np.full_like(q, np.nan)
     out = buffer[..., :36]
@@ -301,7 +301,7 @@ def test_the_plan_of_packed_sequences(rung: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_turned_before_stays_in_the_hopper_form() -> None:
-    """And each sequence is to the bit what it is with operands that were turned beforehand."""
+    """Each sequence equals the result with operands that were turned beforehand, bit for bit."""
     inputs, ends = packed(((5, 66), (2, 0), (67, 9)), 2, 1)
     tables = rope_tables(70, 64)
     options: dict[str, Any] = {"rope": tables, "rope_offset_q": 3}
@@ -317,7 +317,7 @@ def test_what_is_turned_before_stays_in_the_hopper_form() -> None:
 
 
 def test_tiles_follow_the_mean_of_the_lengths_and_no_limit() -> None:
-    """So that limits that a caller knows beforehand change no bit."""
+    """Therefore limits that a caller gives change no bit."""
     inputs, ends = packed(((2, 500),) * 7 + ((1010, 500),), 1, 1, 128)
     for limits in ({}, {"max_len_q": 1010, "max_len_k": 500}, {"max_len_q": 9999}):
         assert planned(inputs, ends, **limits).tiles.block_q == 128

@@ -68,7 +68,7 @@ def pair(
     ],
 )  # fmt: skip
 def test_codes_moved_by_their_zero_points_change_no_bit(head_dim, group_q, group_kv, causal):
-    """Scores begin with whole numbers, and end as those that they were: every term, every group."""
+    """Scores begin with whole numbers, and keep their values: every term, every group."""
     plain, shifted = pair(head_dim, group_q, group_kv)
     given = {"return_lse": True, "causal": causal, **HOPPER}
     assert "fa_int8 (sm90)" in str(explain(shifted, causal=causal, arch="sm_90a"))
@@ -265,7 +265,7 @@ def test_a_mistake_in_pieces_is_noticed(source, line, instead, tmp_path: Path, m
     ],
 )  # fmt: skip
 def test_default_tiles_spill_nothing(form: str, head_dim: int, causal: bool, varlen: bool) -> None:
-    """What goes with rows and keys leaves shared memory as late as it can."""
+    """Data of rows and keys leaves shared memory as late as possible."""
     variant = lookup("fa_int8")
     plain = features_of(variant, form, "float16", head_dim, causal, lse=True)
     features = replace(plain, varlen=varlen, zero_points=True)

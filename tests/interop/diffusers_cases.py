@@ -132,7 +132,7 @@ def pixart() -> Any:
 
 
 def padded(keys: int, of: int = 7) -> torch.Tensor:
-    """Which tokens of a prompt are none of its padding, (1, of), bool."""
+    """Return the mask of a prompt's tokens without padding, (1, of), bool."""
     return torch.arange(of)[None] < keys
 
 

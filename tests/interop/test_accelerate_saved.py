@@ -15,6 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
+from cupyattn.checkpoints import choosing, dequantize  # noqa: E402
+from cupyattn.checkpoints.source import open_checkpoint  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
@@ -55,6 +57,43 @@ def test_a_pipeline_is_saved_by_components(tmp_path: Path) -> None:
     handle.restore()
 
 
+@pytest.mark.parametrize("may_rotate", [True, False])
+def test_layers_with_outliers_come_back_rotated_or_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_rotate: bool
+) -> None:
+    """Planted in what a layer takes, and seen in the activations that were recorded."""
+    monkeypatch.setattr(choosing, "ROTATED_LIMIT", 1.3 if may_rotate else 0)
+    model, outliers = transformer(), "transformer_blocks.0.ff.net.2"
+    model.get_submodule("transformer_blocks.0.ff.net.0.proj").weight[[3, 40, 300]] *= 30
+    with interop_torch.record(model) as recorder:
+        native = run(model)
+    given = recorder.recording.inputs
+    with interop.accelerate(model, activations=given, exclude="context|add", **EAGER) as handle:
+        expected, report, layer = run(model), handle.report(), model.get_submodule(outliers)
+        assert (layer.strategy, layer.rotate) == (
+            ("channel", "hadamard") if may_rotate else ("block", None)
+        )
+        assert ("rotated" in report.layers[outliers]) == may_rotate
+        assert model.get_submodule("transformer_blocks.0.attn.to_q").strategy == "channel"
+        if may_rotate:
+            assert report.scales[""].startswith("scales by channel: rotated in 1 of")
+        else:
+            assert report.scales[""].endswith(f"times as much on the activations of {outliers}")
+        assert f"\n{report.scales['']}\n" in str(report)
+        handle.save(tmp_path / "int8")
+    assert torch.equal(run(model), native)
+    with interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER) as handle:
+        assert torch.equal(run(model), expected)
+        assert handle.report().layers[outliers].endswith(", rotated") == may_rotate
+        dequantize(tmp_path / "int8", tmp_path / "back")
+        back = open_checkpoint(tmp_path / "back").read(f"{outliers}.weight")
+        weight = model.get_submodule(outliers).weight
+        assert (torch.tensor(back) - weight).norm() <= 1e-6 * weight.norm()
+    loaded = interop_torch.load_int8(diffusers.SD3Transformer2DModel, tmp_path / "int8")
+    with interop.replace_attention_with_int8(loaded, policy="precision"):
+        assert torch.equal(run(loaded), expected)
+
+
 def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
     model = transformer()
     with interop.accelerate(model, **EAGER) as handle:
@@ -71,6 +110,17 @@ def test_codes_of_other_weights_are_refused(tmp_path: Path) -> None:
     with interop.accelerate(half, **EAGER) as handle:
         handle.save(tmp_path / "of 16 bits")
     interop.accelerate(half.float(), checkpoint=tmp_path / "of 16 bits", **EAGER)
+
+
+def test_codes_of_no_layer_are_refused(tmp_path: Path) -> None:
+    """Rather than to leave the linear layers native, which the caller would have to read."""
+    other = interop_torch.accelerate(torch.nn.Sequential(torch.nn.Linear(128, 128)), **EAGER)
+    other.save(tmp_path / "int8")
+    model = transformer()
+    native = run(model)
+    with pytest.raises(ValueError, match=r"has codes of 0\.weight, and of no layer that is to be"):
+        interop.accelerate(model, checkpoint=tmp_path / "int8", **EAGER)
+    assert torch.equal(run(model), native)
 
 
 def test_each_of_two_models_gets_its_own_codes(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ MISUSES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def test_one_layer_is_sent_to_its_own_function() -> None:
-    with pytest.raises(ValueError, match=r"it is one by itself, which Int8Linear\.from_linear qua"):
+    with pytest.raises(ValueError, match=r"it is itself a linear layer, which Int8Linear\.from"):
         of_torch.replace_linear_with_int8(torch.nn.Linear(256, 256))
 
 

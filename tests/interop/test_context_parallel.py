@@ -106,8 +106,8 @@ def test_a_bias_of_rows_is_that_of_one_process(variant: str) -> None:
     ("masks", "reason"),
     [
         ([None, torch.ones(1, 1, 1, 8)], "attention masks on some ranks alone"),
-        ([torch.ones(1, 1, 1, 5)] * 2, "attention mask of keys that are neither"),
-        ([torch.ones(1, 1, 8, 16)] * 2, "attention mask of rows that are not those of all ranks"),
+        ([torch.ones(1, 1, 1, 5)] * 2, "attention mask whose keys are neither"),
+        ([torch.ones(1, 1, 8, 16)] * 2, "attention mask whose rows are not all ranks' queries"),
         ([torch.ones(1, 4, 1, 8)] * 2, "attention mask of heads, in context parallelism"),
         ([torch.ones(1, 1, 1, 8), torch.ones(1, 1, 1, 8, dtype=torch.int32)],
          r"attention mask of dtype int32"),

@@ -19,7 +19,7 @@ interop = importlib.import_module("cupyattn.interop.torch")
 
 nn = torch.nn
 ALL = ca.Int8Config(min_elements_for_int8=0)
-#: What the error of a model with an adapter may be, of that without one.
+#: Largest error of a model with an adapter, relative to the model without one.
 FACTOR = 1.1
 X = torch.randn(17, 128, generator=torch.Generator().manual_seed(1))
 
@@ -240,7 +240,7 @@ def logits(module: Any) -> Any:
 
 @pytest.mark.parametrize("before", [False, True], ids=["adapter after", "adapter before"])
 def test_prompts_are_put_into_attention_without_parameters(before: bool) -> None:
-    """Of a model without biases attention has none left, whose first parameter PEFT asks for."""
+    """In a model without biases, attention has no parameter left, and PEFT reads its first one."""
     config = peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM")
 
     def adapted(module: Any) -> Any:

@@ -21,9 +21,9 @@ interop = importlib.import_module("cupyattn.interop.torch")
 
 nn = torch.nn
 ALL = ca.Int8Config(min_elements_for_int8=0)
-#: What the error of a model with an adapter may be, of that without one.
+#: Largest error of a model with an adapter, relative to the model without one.
 FACTOR = 1.1
-#: What is told who would write adapters into codes.
+#: The error for writing adapters into codes.
 REFUSED = r"restore\(\), then .*, then replace_linear_with_int8 again$"
 
 
@@ -165,13 +165,13 @@ def test_patterns_and_checkpoints_see_the_names_without_adapters(tmp_path: Any) 
 # ---- after ---------------------------------------------------------------------------------------
 
 
-#: Those that neither write the weight nor train a copy of it.
+#: Adapters that neither write the weight nor train a copy of it.
 AFTER = [kind for kind in BEFORE if kind not in ("pissa", "modules_to_save")]
 
 
 @pytest.mark.parametrize("kind", AFTER)
 def test_adapters_are_added_to_int8_layers(kind: str) -> None:
-    """Those that read the weight get the one that the codes stand for."""
+    """Adapters that read the weight get the dequantised weight."""
     module, config = model(), BEFORE[kind][0]
     handle = replace(module)
     module, exact = adapted(module, config()), result(adapted(model(), config()))
@@ -455,7 +455,7 @@ def test_fusing_adapters_of_16_bit_layers_alone_works() -> None:
 
 
 def test_a_state_dict_answers_for_weights_that_it_does_not_hold() -> None:
-    """As loaders of diffusers ask for them, while a file holds codes alone."""
+    """Loaders of diffusers read them, but a file has only codes."""
     int8, plain = flux_pipelines()
     state = int8.transformer.state_dict()
     name = "transformer_blocks.0.attn.to_q.weight"

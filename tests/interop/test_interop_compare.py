@@ -395,7 +395,7 @@ def test_a_command_that_is_interrupted_later_names_its_record(
 
     monkeypatch.setattr("cupyattn.cli.trial._progress", interrupted)
     assert cli.main(["trial", "mine.py:small", "--compile", "off"]) == 130
-    said = "small.trial.json has the runs so far: the same command goes on behind them"
+    said = "small.trial.json has the runs so far: the same command continues after them"
     assert said in capsys.readouterr().err
 
 

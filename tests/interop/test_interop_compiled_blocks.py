@@ -154,7 +154,7 @@ def test_past_the_limit_of_the_compiler_blocks_run_their_own_code(graphs: Graphs
 
 
 def test_layers_that_are_each_another_graph_run_past_the_limit(graphs: Graphs) -> None:
-    """As decoders of transformers with a cache of keys, which read their own number."""
+    """Examples are decoders of transformers with a cache of keys, which read their own number."""
 
     class Numbered(Block):
         def __init__(self, number: int) -> None:

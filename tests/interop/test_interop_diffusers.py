@@ -213,7 +213,7 @@ def test_reasons(module: dict[str, Any], call: dict[str, Any], reason: str) -> N
 
 
 def calling(function: Any) -> Any:
-    """A model of one module, whose processor is a function of what it gets, four heads."""
+    """A model of one module with four heads, whose processor is a function of its inputs."""
 
     class Processor:
         def __call__(
@@ -364,7 +364,7 @@ def test_what_sigmas_mean_is_known_or_refused() -> None:
 
 
 def test_a_step_reads_nothing_from_a_tensor() -> None:
-    """So that none is waited for; the list of a run is read once."""
+    """No step waits for a device; the list of a run is read once."""
     seen: list[str] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -385,7 +385,7 @@ def test_a_step_reads_nothing_from_a_tensor() -> None:
 
 
 def test_a_run_may_begin_later() -> None:
-    """As from an image, where the scheduler is told its first step."""
+    """From an image, for example, the scheduler gets its first step."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(4)
     scheduler.set_begin_index(2)
@@ -418,7 +418,7 @@ def test_a_timestep_that_only_a_device_knows_is_not_waited_for() -> None:
         model(x, timestep=int(scheduler.timesteps[2]))
     (layer,) = handle.report().layers
     assert layer.native == {
-        "the timestep lies on the device alone, the noise level is not known": 1
+        "the timestep is only on the device, so the noise level is unknown": 1
     }
     assert layer.modes == {"aggressive": 1, "balanced": 1}
 
@@ -595,5 +595,5 @@ def test_the_examples_of_the_page_run(
 
 def test_masked_values_of_a_scheduler_are_refused() -> None:
     noise = importlib.import_module("cupyattn.interop.diffusers.noise")
-    with pytest.raises(TypeError, match="scheduler's values must hold no masked array"):
+    with pytest.raises(TypeError, match="scheduler's values must not be masked"):
         noise._on_host(np.ma.MaskedArray([1.0, 2.0], mask=[True, False]))

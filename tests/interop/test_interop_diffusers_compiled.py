@@ -86,7 +86,7 @@ def rows(length: int = LENGTH, seed: int = 0) -> Any:
 
 
 def compiled(way: str, model: Any, backend: Any, **options: Any) -> Any:
-    """Compile a model in one of the ways that there are; return what is called."""
+    """Compile a model in one of the possible ways; return the object to call."""
     options = {"backend": backend, "fullgraph": True, **options}
     if way == "torch.compile":
         return torch.compile(model, **options)
@@ -294,7 +294,7 @@ class Plain:
 
 @pytest.mark.parametrize("way", ["blocks", pytest.param("method", marks=pytest.mark.slow)])
 def test_calls_in_graphs_are_counted_on_the_device_when_asked(way: str) -> None:
-    """Of every layer, those that share a graph too; nothing is compiled for it a second time."""
+    """Each layer has its counts, even if layers share a graph; nothing is compiled twice for it."""
     model, scheduler, graphs = Model(), steps(4), Graphs()
     table = ["aggressive", "aggressive", "balanced", "precision"]
     options = {"policy": table, "scheduler": scheduler, **SHORT}
@@ -364,7 +364,7 @@ def test_the_operator_is_what_it_says(turned: bool, added: str) -> None:
 
 @pytest.mark.slow
 def test_another_backend_of_the_module_is_taken_too() -> None:
-    """Of those that call torch's function, such as cuDNN's; eager modules are among the quick."""
+    """Backends that call torch's function, such as cuDNN's; a quick test has eager modules."""
     pipe = cases.make("flux", torch.bfloat16)
     model, graphs = pipe.transformer, Graphs()
     model.set_attention_backend("_native_math")
@@ -385,7 +385,7 @@ FAMILIES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_family_is_as_eager_and_close_to_native(family: str) -> None:
-    """By way of autograd's graphs, whose operators are those that Inductor would get."""
+    """Graphs run by autograd's compiler, which passes the same operators as to Inductor."""
     pipe = cases.make(family)
     native = cases.generate(pipe, family, steps=2)
     handle = interop.replace_attention_with_int8(pipe, policy="balanced", **SHORT)

@@ -37,7 +37,7 @@ from tests.interop.test_interop_diffusers_compiled import (  # noqa: E402
 
 HEADS, HEAD_DIM, STEPS = 2, 16, 4
 HOST = "diffusers_layer"
-#: So that INT8 runs, and not the fastest rung of a class.
+#: A configuration, so that INT8 runs and not the fastest rung of a class.
 PLAIN = ca.QuantConfig()
 
 
@@ -244,7 +244,7 @@ def test_the_report_says_what_cannot_be_pruned_or_windowed() -> None:
         ({"enable_pruning": True}, {"attention_mask": torch.zeros(1, 1, 64)},
          "token pruning, which takes no attention mask"),
         ({"attention_type": "local", "window_size": 8}, {"encoder_hidden_states": rows(40)},
-         "local attention, to keys that are not those of the queries"),
+         "local attention, with fewer or more keys than queries"),
     ):  # fmt: skip
         module = torch.nn.ModuleDict({"attn": attention()})
         native = module["attn"](rows(), **other)
@@ -325,7 +325,8 @@ def test_quant_of_another_kind_and_factors_of_other_steps() -> None:
         model, policy="balanced", scheduler=scheduler, **SHORT, **options
     )
     with pytest.raises(
-        ValueError, match=r"^blocks.0.attn: timestep_scales must have num_timesteps=4 entries"
+        ValueError,
+        match=r"^blocks.0.attn: timestep_scales must have num_timesteps=4 entries, one for each",
     ):
         model(rows(), scheduler.timesteps[0].expand(1))
 

@@ -20,7 +20,7 @@ from tests.interop import diffusers_cases as cases  # noqa: E402
 from tests.interop.test_interop_diffusers import SHORT  # noqa: E402
 
 STEPS = 6
-#: What the default policy takes in 6 steps of the small pipeline's scheduler.
+#: Modes of the default policy in 6 steps of the small pipeline's scheduler.
 ADAPTIVE = {"aggressive": 2, "balanced": 3, "precision": 1}
 
 

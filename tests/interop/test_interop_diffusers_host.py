@@ -43,7 +43,7 @@ class Tensor(OnDevice):
 
 
 class Policy:
-    """16 bits below half of the noise of the middle; what it was asked."""
+    """Policy: 16 bits below half of the middle noise. It records its arguments."""
 
     def __init__(self) -> None:
         self.asked: list[float] = []

@@ -125,7 +125,7 @@ def test_the_table_takes_a_mask_of_keys() -> None:
 
 
 def test_a_mask_is_not_looked_at() -> None:
-    """So that nothing waits for a device: of tensors without memory everything is known."""
+    """Nothing waits for a device: the test has tensors without memory."""
     q = torch.empty(2, 4, 70, 8, device="meta")
     for mask in masks_of_scores().values():
         absent = mask.to("meta")

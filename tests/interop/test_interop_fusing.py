@@ -45,7 +45,7 @@ def layers(model: Any, kind: type) -> set[str]:
 @pytest.mark.parametrize("strategy", ["block", "channel"])
 @pytest.mark.parametrize("family", FUSED)
 def test_projections_are_fused_to_int8_and_back(family: str, strategy: str) -> None:
-    """With the bits of a model that was fused first, and restored those of one without INT8."""
+    """Results equal a model that was fused first, and after restoring a model without INT8."""
     model, call = small.transformer(family), small.caller(family)
     native, other = call(model), copy.deepcopy(model)
     other.fuse_qkv_projections()
@@ -82,7 +82,7 @@ def test_fused_layers_that_are_gone_are_not_missed() -> None:
 
 
 def test_codes_of_whole_blocks_are_kept() -> None:
-    """Those of a checkpoint, too, of which there are no other weights."""
+    """This holds for codes of a checkpoint, too, which has no other weights."""
     attention = small.transformer("sd3").transformer_blocks[0].attn
     for name in ("to_q", "to_k", "to_v"):
         setattr(attention, name, torch.nn.Linear(64, 128))
@@ -125,7 +125,7 @@ def test_a_projection_that_stayed_in_16_bits_lets_the_fused_layer_stay_so() -> N
 
 @pytest.mark.parametrize("family", ["sd15", "pixart"])
 def test_models_of_the_older_kind_are_fused(family: str) -> None:
-    """Whose processors change, and whose fused layers stay when it is undone."""
+    """Their processors change, and their fused layers stay when fusing is undone."""
     pipe = cases.make(family)
     model = pipe.unet if family == "sd15" else pipe.transformer
     native = cases.generate(pipe, family, 1)
@@ -142,7 +142,7 @@ def test_models_of_the_older_kind_are_fused(family: str) -> None:
 
 
 def test_slices_and_fused_projections_of_a_vae() -> None:
-    """Which keeps its weights, so that its layers are made by hand; fusing reads what they are."""
+    """A VAE keeps its weights, so the test makes its layers; fusing reads their kind."""
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(
         block_out_channels=(16, 32), down_block_types=("DownEncoderBlock2D",) * 2,
@@ -177,7 +177,7 @@ def test_slices_and_fused_projections_of_a_vae() -> None:
 
 
 def test_adapters_of_fused_projections_have_no_part_in_them() -> None:
-    """As without INT8: diffusers reads the weights beneath."""
+    """The same holds without INT8: diffusers reads the base weights."""
     model, call = small.transformer("wan"), small.caller("wan")
     other, handle = copy.deepcopy(model), int8(model)
     config = peft.LoraConfig(r=4, target_modules=["to_q", "to_v"], init_lora_weights=False)

@@ -16,7 +16,7 @@ from cupyattn.interop.handle import Handle, target_of
 
 
 class Pipeline:
-    """What a pipeline does, without a library."""
+    """A pipeline's behaviour, without a library."""
 
     def __init__(self) -> None:
         self.steps, self.device, self.report = 20, "cpu", "the pipeline's own"

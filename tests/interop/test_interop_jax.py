@@ -104,7 +104,7 @@ def test_what_the_arguments_say_is_done(options: dict[str, Any]) -> None:
 def test_jit_takes_mask_bias_and_softcap(
     variant: str, bias: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As operands of one compiled call; a mask of keys arrives with one row for all queries."""
+    """They are operands of one compiled call; a mask of keys has one row for all queries."""
     shapes: list[tuple[int, ...]] = []
     own = functional.api.attention
 
@@ -147,7 +147,7 @@ def test_an_operand_that_is_not_compact_is_copied_and_none_is_written_to() -> No
 
 
 def test_xla_hands_over_its_own_buffers_and_they_cannot_be_written() -> None:
-    """No copy on the way: the addresses are those of JAX's arrays."""
+    """There is no copy: the addresses equal the addresses of JAX's arrays."""
     seen: list[tuple[int, bool]] = []
 
     def look(operands: Any, results: Any, attributes: Any) -> None:
@@ -172,7 +172,7 @@ def test_another_interface_of_xla_is_refused(tmp_path: Path) -> None:
 
 
 def mapped(function: Callable[..., Any], arrays: list[Any], axes: tuple[Any, ...]) -> list[Any]:
-    """What `jax.vmap` promises: the function of each entry, stacked."""
+    """The definition of `jax.vmap`: the function of each entry, stacked."""
     size = next(x.shape[a] for x, a in zip(arrays, axes, strict=True) if a is not None)
     entries = (
         [

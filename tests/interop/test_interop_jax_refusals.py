@@ -149,7 +149,7 @@ def test_what_fits_runs(options: dict[str, Any]) -> None:
 
 
 def test_scales_of_blocks_wait_for_the_device_that_says_how_large_they_are(monkeypatch) -> None:
-    """Blocks of the Hopper form are others than those of the portable one."""
+    """The Hopper form and the portable form have different blocks."""
     x, options = jax.ShapeDtypeStruct(X.shape, X.dtype), REFUSED["scales of nine blocks"]
     trace = jax.jit(lambda x: interop.attention(x, x, x, **options)).trace
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

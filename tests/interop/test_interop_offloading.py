@@ -315,7 +315,7 @@ def test_a_forward_of_another_library_is_not_lost() -> None:
     handle = replaced(model)
     layer = model.blocks[0].attn1.to_q
     layer.forward = lambda x: x * 2
-    with pytest.raises(RuntimeError, match="^'blocks.0.attn1.to_q' has a forward of its own, whi"):
+    with pytest.raises(RuntimeError, match="^'blocks.0.attn1.to_q' has its own forward, whi"):
         handle.restore()
     del layer.forward
     handle.restore()

@@ -196,14 +196,27 @@ def test_a_pipelines_steps_are_those_of_its_scheduler(tmp_path: Path) -> None:
         ({"layers": "("}, ValueError, "layers must be a regular expression"),
         ({"steps": []}, ValueError, "steps must be indices of steps"),
         ({"steps": "all"}, TypeError, "steps must be a whole number"),
+        ({"advance": 3}, TypeError, "advance must be a function of a layer's name, got 3"),
         ({"max_bytes": 0}, ValueError, "max_bytes must be 1 or more"),
         ({"max_bytes": 100}, ValueError, "one call of .* takes .*, more than max_bytes=100"),
+        # A call of each kind stays to the end: of linear layers and of attention.
+        ({"max_bytes": 5000}, ValueError,
+         "one call of blocks.0 and one of blocks.0.qkv takes 10.0 KiB, more than max_bytes=5000"),
     ],
 )
 def test_bad_arguments_get_a_sentence(options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^{message}") as caught:
         recorded(1, **options)
     assert "\n" not in str(caught.value)
+
+
+def test_a_recorder_stands_for_its_recording() -> None:
+    recorder = recorded(2, layers=r"blocks\.\d$")
+    assert calibrate(recorder).keys() == {"blocks.0", "blocks.1", "blocks.2", "blocks.3"}
+    scales_q, scales_k = ca.calibrate_quantization_scales(recorder)
+    of_recording = ca.calibrate_quantization_scales(recorder.recording)
+    assert np.array_equal(scales_q, of_recording.q_scale)
+    assert np.array_equal(scales_k, of_recording.k_scale)
 
 
 def test_models_that_cannot_be_recorded_say_why() -> None:

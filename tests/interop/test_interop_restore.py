@@ -1,4 +1,4 @@
-"""Taking back what was replaced: with the handle, without one, again, and after others moved it."""
+"""Restore replaced layers: with a handle, without one, again, and after others moved them."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_a_folder_of_ours_that_asks_for_16_bit_activations_is_refused(
         asked["config_groups"]["group_0"]["input_activations"] = None
     path.write_text(json.dumps(config))
     for load in (of_torch.load_int8, lambda *given: int8(given[0], checkpoint=given[1])):
-        with pytest.raises(ca.UnsupportedError, match="are to have 16 bits: dequantize the model"):
+        with pytest.raises(ca.UnsupportedError, match="must have 16 bits, but products make"):
             load(source, tmp_path / "int8")
     ca.checkpoints.dequantize(tmp_path / "int8", tmp_path / "back")
 

@@ -17,7 +17,7 @@ from cupyattn.interop.torch import (  # noqa: E402
     replace_linear_with_int8,
 )
 
-#: Convolutions of each kind, and an input: 1 x 1, with strides, patches, and what is left of them.
+#: Convolutions of each kind with an input: 1 x 1, with strides, patches, and remainders.
 SAME: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "1 x 1": (nn.Conv2d(6, 5, 1), (2, 6, 4, 3)),
     "1 x 1, every other pixel": (nn.Conv2d(6, 5, 1, stride=(2, 3)), (2, 6, 5, 7)),

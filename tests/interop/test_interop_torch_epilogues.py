@@ -1,4 +1,4 @@
-"""What becomes part of products of INT8 codes in Inductor's graphs, and what does not.
+"""Operations that become part of INT8 products in Inductor's graphs, and operations that do not.
 
 Graphs run as Inductor's passes leave them, without its code, so that what differs from eager calls
 is what the pass moved: results have the bits of the kernel's epilogue. One test has Inductor.
@@ -365,7 +365,7 @@ def test_gates_of_samples_of_all_rows_and_of_each(kind: str) -> None:
 
 
 def test_a_layer_that_adds_to_a_residual_is_a_call_of_its_own() -> None:
-    """Of layers with one input, too: what it adds to may follow from the others' results."""
+    """This holds for layers with one input, too: its residual may depend on the others' results."""
     torch.manual_seed(0)
     first, second, third, x = layer(), layer(), layer(), rows()
     found, graphs = run(lambda x: (x + second(x) * functional.silu(first(x)), third(x)), x)

@@ -1,4 +1,4 @@
-"""What the host does for a call on torch's tensors, with no device, as test_host_calls.py."""
+"""The host's part of a call on torch's tensors, without a device, like test_host_calls.py."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_v_that_is_converted_is_found_again(
     monkeypatch: pytest.MonkeyPatch,
     way: str,
 ) -> None:
-    """As on CuPy's arrays: planned once, each V converted to where the kernel reads it."""
+    """As with CuPy's arrays, it is planned once, and each V is converted to the kernel's place."""
     converted: list[tuple[Any, Any]] = []
     monkeypatch.setattr(cupy, "copyto", lambda *pair: converted.append(pair))
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90"}

@@ -1,5 +1,5 @@
-"""What Inductor writes for our operators, on a CPU: the text, the bits, who sees an operator, and
-what its caches hold.
+"""Inductor's code for our operators, on a CPU: its text, the bits of results, observed operators,
+and the contents of caches.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_one_tensor_that_comes_twice_is_one_parameter() -> None:
 
 
 class Mirror:
-    """Stands in for a ready call: what it launches is the operator's mirror, on given addresses."""
+    """Stands in for a ready call: it launches the operator's mirror on given addresses."""
 
     receiver, results, scratch_bytes, is_launched_alone = None, (), 64, True
 
@@ -198,7 +198,7 @@ class Pool(dict[Any, list[Any]]):
 def test_calls_from_their_place_have_the_bits_of_the_operators(
     dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a stand-in for a device: what is launched has addresses and nothing else."""
+    """With a stand-in for a device, launches get only addresses."""
     pytest.importorskip("cupy")
     guards = torch._C._dynamo.guards
     ready: dict[Any, Mirror] = {}

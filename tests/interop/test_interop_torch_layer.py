@@ -120,7 +120,7 @@ def test_calls_are_operators_of_a_trace() -> None:
 
 
 def test_constructors_have_one_signature() -> None:
-    """Of CuPy's, torch's and JAX's layers; only types are spelled as each library has them."""
+    """The layers of CuPy, torch and JAX agree, except for the types of each library."""
     others = [ca.Int8Linear]
     if importlib.util.find_spec("jax") is not None:
         others.append(importlib.import_module("cupyattn.interop.jax").Int8Linear)
@@ -142,7 +142,7 @@ def test_constructors_have_one_signature() -> None:
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_call_adds_to_a_residual(compiled: bool, gated: bool, strategy: str) -> None:
-    """As a call of `cupyattn.Int8Linear` does, to the bit."""
+    """It equals a call of `cupyattn.Int8Linear`, bit for bit."""
     weight, bias = (torch.randn(*s, dtype=torch.float16) for s in ((200, 300), (200,)))
     options = {"strategy": strategy, "activation": "silu", "backend": "mirror"}
     layer = interop.Int8Linear.from_weight(weight, bias, **options)
@@ -226,7 +226,7 @@ def test_loading_refuses_what_are_no_codes_of_the_layer(options: dict[str, bool]
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_codes_are_loaded_under_their_former_name(assign: bool) -> None:
-    """As files of compressed-tensors and earlier state dicts have them."""
+    """Files of compressed-tensors and earlier state dicts have this name."""
     made = interop.Int8Linear.from_linear
     module, other = (nn.Sequential(made(linear(), backend="mirror")) for _ in range(2))
     state = other.state_dict()
@@ -284,7 +284,7 @@ def test_tensors_at_odd_addresses_give_the_same_bits(dtype: str, backend: str) -
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "float64"])
 def test_scales_are_of_any_float_type(kind: str) -> None:
-    """As files of others have them; of arrays and of JAX, too."""
+    """Other libraries' files have them; this holds for arrays and JAX, too."""
     weight = torch.randn(200, 300)
     made = interop.Int8Linear.from_weight(weight, strategy="channel")
     codes, scales = made.weight_codes, made.weight_scale.to(getattr(torch, kind))

@@ -1,5 +1,4 @@
-"""What the host does for linear layers on torch's tensors, with no device, as
-test_interop_torch_host.py."""
+"""The host's part of torch's linear layers, without a device, like test_interop_torch_host.py."""
 
 from __future__ import annotations
 

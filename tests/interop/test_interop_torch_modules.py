@@ -137,7 +137,7 @@ def test_int8_attention_is_that_of_arrays(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_are_straight_through(name: str) -> None:
-    """Those of the backward kernels for the O and lse of the mode that ran."""
+    """They equal the backward kernels' gradients for the O and lse of the mode that ran."""
     options, call = CALLS[name]
     module, arrays = layer(**options), inputs()
     rng = np.random.default_rng(1)
@@ -196,9 +196,9 @@ def test_the_operator_is_what_it_says() -> None:
 
 def test_a_graph_outlives_no_module() -> None:
     q, k, v = tensors(inputs())
-    with pytest.raises(RuntimeError, match="the Int8Attention of this graph is no more"):
+    with pytest.raises(RuntimeError, match="the Int8Attention of this graph no longer exists"):
         torch.ops.cupyattn.int8_attention(q, k, v, None, None, None, 3, None, False, False, -1)
-    with pytest.raises(RuntimeError, match="the block mask of this graph is no more"):
+    with pytest.raises(RuntimeError, match="the block mask of this graph no longer exists"):
         torch.ops.cupyattn.attention(q, k, v, *[None] * 8, None, 0, False, "block_mask=-1")
 
 

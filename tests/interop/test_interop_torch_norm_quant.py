@@ -9,6 +9,7 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.errors import UnsupportedError
+from cupyattn.ops import operation as operations
 from tests.quant.norm_quant_cases import ACTIVATED, CASES
 
 torch = pytest.importorskip("torch")
@@ -65,3 +66,18 @@ def test_its_mistakes_are_those_of_arrays() -> None:
         norm_quant(torch.ones(2, 64), norm="batch")
     with pytest.raises(TypeError, match="x must be float16, bfloat16, float32"):
         norm_quant(torch.ones(2, 64, dtype=torch.int32), norm="rms")
+
+
+@pytest.mark.parametrize("name", ["rotated by 256", "blocks"])
+def test_a_device_has_a_type_of_tensor_for_each_result(name: str) -> None:
+    """`bridge` allocates results by the types that the problem gives."""
+    module = importlib.import_module("cupyattn.interop.torch.norm_quant")
+    types = importlib.import_module("cupyattn.interop.torch.bridge")._TYPES
+    one = CASES[name]
+    steps = one.settled
+    settings = module.NormQuantSettings(
+        steps.norm, None, steps.rotate, steps.eps, steps.strategy, "interpret"
+    )
+    problem = operations.problem_of(module.NORM_QUANT, settings, one.arrays())
+    found = {key: types[np.dtype(made.dtype)] for key, made in problem.results.items()}
+    assert found == {"codes": torch.int8, "scales": torch.float32}

@@ -1,4 +1,4 @@
-"""What torch does with the operators of attention: checks, graphs, transforms, autocast."""
+"""The operators of attention in torch: checks, graphs, transforms, autocast."""
 
 from __future__ import annotations
 

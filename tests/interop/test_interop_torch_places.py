@@ -1,6 +1,5 @@
-"""Calls made for one place of Inductor's code, with no device, as test_interop_torch_host.py.
-
-What is launched, what is kept, and how little the host does for a call that comes again.
+"""Calls made for one place of Inductor's code, without a device, like test_interop_torch_host.py.
+They check launches, stored graphs, and the little host work of repeated calls.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ calls_module = importlib.import_module("cupyattn.interop.torch.calls")
 importlib.import_module("cupyattn.interop.torch.linear")
 operator = importlib.import_module("cupyattn.interop.diffusers.operator")
 
-#: Of a layer of 10 rows, as Inductor writes them.
+#: Arguments of a layer of 10 rows, as Inductor writes them.
 RESULT = f"(2, 5, {N}), ({5 * N}, {N}, 1), torch.float16"
 LAYER = "(t0, t1, t2, None, None, None, 'gelu', 'sm_90', None, )"
 
@@ -350,7 +349,7 @@ def test_calls_that_fall_back_are_counted_each_time(
     memory: Memory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What INT8 refuses runs in 16 bits, and never from a place alone."""
+    """Calls that INT8 refuses run in 16 bits, and never from a place alone."""
     call, tensors = attention_of("fa_int8", transposed=False)
     own = calls_module.forward
 
@@ -378,7 +377,7 @@ def test_a_call_that_comes_again_runs_few_functions(
     driver: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of Python the call alone: two questions, memory, addresses, a look, the launch."""
+    """Python runs only the call: two checks, memory, addresses, a look-up, the launch."""
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {0: 7}.get, raising=False)
     tensors = [torch.zeros(1) for _ in range(3 * layers + 1)]
     memory = itertools.cycle([torch.zeros(1) for _ in range(layers + 1)])

@@ -1,4 +1,4 @@
-"""What is compiled while Inductor compiles: the modules that the call would compile by itself."""
+"""Modules that are compiled while Inductor compiles are the modules of the call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FORMS = {
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is begun on a device of compute capability 9.0; nothing is compiled."""
+    """Return the begun modules on a device of compute capability 9.0; nothing is compiled."""
     found: list[Any] = []
     monkeypatch.setattr(ahead, "begin", found.extend)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -130,7 +130,7 @@ def test_norm_and_modulation_are_part_of_the_pass(name: str, rotate: str | None)
 
 
 def test_layers_of_one_norm_share_its_pass() -> None:
-    """As to_q, to_k and to_v, and a layer with an activation."""
+    """Examples are to_q, to_k and to_v, and a layer with an activation."""
     torch.manual_seed(0)
     layers, own = [layer(out) for out in (48, 48, 16, 64)], norm(torch.nn.LayerNorm)
     x, s, t = (tensors(2, n, WIDTH, seed=n) for n in (5, 1, 1))

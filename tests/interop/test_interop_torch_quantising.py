@@ -1,4 +1,4 @@
-"""Weights quantised where they lie: verdicts of `analyze`, codes, originals, what fails."""
+"""Weights quantised on their device: verdicts of `analyze`, codes, originals, failures."""
 
 from __future__ import annotations
 

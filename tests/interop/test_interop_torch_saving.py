@@ -1,4 +1,4 @@
-"""`save_pretrained` of models with INT8 layers: what it would write loads as wrong weights."""
+"""`save_pretrained` of models with INT8 layers is refused: its files would load wrong weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Int8Linear.weight`: what other libraries read of it, and writes, of which each is refused."""
+"""`Int8Linear.weight`: reads by other libraries, and writes, each of which is refused."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_file_of_a_state_dict_is_loaded_under_both_names(
     }
     folder = write(tmp_path / "model.safetensors", state).parent
     if name == "weight":
-        config = quantization_config("compressed-tensors", 128, ["fc"], [], strategy)
+        config = quantization_config("compressed-tensors", 128, {strategy: ["fc"]}, [])
         text = json.dumps({"quantization_config": config})
         (folder / "config.json").write_text(text)
     found = interop.load_int8(nn.ModuleDict({"fc": nn.Linear(160, 136)}), folder, backend="mirror")

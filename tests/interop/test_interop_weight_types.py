@@ -24,7 +24,7 @@ def with_weight(change: Callable[[Any], Any]) -> Any:
     return linear
 
 
-#: What is done to a weight, and the reason that is given.
+#: Changes of a weight, and the reason in the report.
 KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "float8": (
         lambda w: w.to(torch.float8_e4m3fn),

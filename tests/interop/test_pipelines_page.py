@@ -49,7 +49,7 @@ def made() -> Any:
     return cases.make("flux")
 
 
-#: How rows compile, unless they say.
+#: The rows' default way of compiling.
 HOW: dict[str, Any] = {"compile": False}
 
 
@@ -161,7 +161,7 @@ def offloaded(pipe: Any, add: Callable[[Any], Any], remove: Callable[[Any], Any]
 
 @row("model offloading")
 def model_offloading(pipe: Any) -> None:
-    """As `enable_model_cpu_offload` does it, which asks for a device."""
+    """Offload as `enable_model_cpu_offload` does, which requires a device."""
     hooks = []
 
     def add(pipe: Any) -> None:
@@ -184,7 +184,7 @@ def group_offloading(pipe: Any) -> None:
 
 @row("sequential offloading")
 def sequential_offloading(pipe: Any) -> None:
-    """As `enable_sequential_cpu_offload` does it, which asks for a device."""
+    """Offload as `enable_sequential_cpu_offload` does, which requires a device."""
     offloaded(
         pipe, lambda m: hf_accelerate.cpu_offload(m, CPU),
         lambda m: hf_accelerate.hooks.remove_hook_from_module(m, recurse=True),
@@ -365,7 +365,7 @@ NOT_COMPILED = (
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in NOT_COMPILED])
 def test_a_row_is_true_of_compiled_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `accelerate` compiles them if nothing is said; other libraries hook blocks after that."""
+    """`accelerate` compiles them by default; other libraries hook blocks afterwards."""
     monkeypatch.setitem(HOW, "compile", "blocks")
     in_fast_code(monkeypatch)
     ROWS[name](made())

@@ -26,7 +26,7 @@ SEED = 1
 
 
 def sequences(count: int) -> list[Any]:
-    """Return numbers of sequences; those that torch compiles take seconds."""
+    """Return numbers of sequences; compiled sequences take seconds."""
     compiled = [
         any(kind == "compiled" for kind, _ in experiment.draw(SEED, number).steps)
         for number in range(count)

@@ -1,4 +1,4 @@
-"""What tests of cupyattn.interop.torch share, on CPU tensors and on a device."""
+"""Code that tests of cupyattn.interop.torch share, on CPU tensors and on a device."""
 
 from __future__ import annotations
 

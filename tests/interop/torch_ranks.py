@@ -1,4 +1,4 @@
-"""What ranks run that torchrun starts: ``python -m tests.interop.torch_ranks KIND NAME [...]``.
+"""Program of ranks started by torchrun: ``python -m tests.interop.torch_ranks KIND NAME [...]``.
 
 KIND is "cpu" (gloo, NumPy arrays) or "cuda" (NCCL, CuPy arrays, a device for each rank). A rank
 that finds something else than it should ends with an error, and all of them with it.
@@ -35,7 +35,7 @@ HELD: list[torch.Tensor] = []
 
 
 def gathered(value: Any) -> list[Any]:
-    """What all ranks have."""
+    """Gather the values of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -95,7 +95,7 @@ def groups() -> None:
 
 
 def wan(dtype: torch.dtype) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A model of two blocks, whose text stays whole on every rank, and what it takes."""
+    """A model of two blocks, whose text stays whole on every rank, and its inputs."""
     import diffusers
 
     torch.manual_seed(SEED)

@@ -1,4 +1,4 @@
-"""What tests of single instructions begin with, if they ask for it."""
+"""Fixtures for tests of single instructions."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ APPROXIMATIONS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], tuple[float,
 
 
 def promised(name: str) -> dict[str, float]:
-    """What an approximation and the interpreter's model of it may be off by."""
+    """Return the allowed difference of an approximation and the interpreter's model of it."""
     kind, error = APPROXIMATION_ERROR[name]
     kinds = {"rel": "relative", "abs": "absolute", "ulp": "relative"}
     if kind == "ulp":  # of a number of 24 bits, whose last place is at most 2^-23 of it

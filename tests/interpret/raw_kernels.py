@@ -11,7 +11,7 @@ import numpy as np
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret.executor import run_kernel
 
-#: What every kernel begins with.
+#: Beginning of every kernel.
 PREAMBLE = """#include "prims/io/tile_io.cuh"
 extern "C" __global__ void kernel(const int* x, int* y) {
   const int i = threadIdx.x;

@@ -143,7 +143,7 @@ def test_flushing_of_halves(name: str) -> None:
 
 
 def test_seen_on_hardware() -> None:
-    """Where tininess decides; the results are those of a GPU (sm_90)."""
+    """Cases in which tininess decides; the results were observed on a GPU (sm_90)."""
     mul = named("mul.rm.ftz.f32").evaluate(
         np.array([0xA9800000], "u4").view("f4"), np.array([0x167FFFFF], "u4").view("f4")
     )

@@ -121,7 +121,7 @@ def test_lanes_of_a_warp_that_store_one_box_store_it_once(column: str) -> None:
     assert np.unique(y[:, :32]).size == 128 and not y[:, 32:].any()
 
 
-#: Bytes from shared memory to x, which may be added to what is there.
+#: Bytes from shared memory to x, which may be added to its contents.
 TAKE = """
 extern "C" __global__ void take(float* x, int shift) {
   alignas(16) __shared__ float s[32];
@@ -167,7 +167,7 @@ def test_faults_of_such_copies_are_found(old: str, new: str, says: str) -> None:
         interpret.launch(source, "take", 1, 32, args, arch="sm_90a")
 
 
-#: A block of a cluster that names its own shared memory, or that of another block.
+#: A block of a cluster that names its own shared memory, or another block's.
 MAPPED = """
 extern "C" __global__ void __cluster_dims__(2, 1, 1) mapped(const int* x, int* y, int other) {
   alignas(128) __shared__ int s[32];

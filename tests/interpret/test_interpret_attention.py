@@ -1,4 +1,4 @@
-"""Whole calls in the interpreter: J1, J2 and J3 of every rung, and what its kernels may touch."""
+"""Whole calls in the interpreter: J1, J2 and J3 of every rung, and its kernels' memory accesses."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from cupyattn.reference.quantize import quantize_mirror
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support import runs
 from tests.support.marks import slow_unless
+from tests.support.problems import drawn_values
 from tests.support.runs import (
     CELLS,
     PLAIN,
@@ -96,21 +97,7 @@ def test_lengths(rung: str, dtype: str, odd: bool, seeds: tuple[int, ...]) -> No
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 def test_drawn_problems(rung: str, dtype: str, data: Any) -> None:
     lengths = st.integers(1, 70) | st.sampled_from([15, 16, 17, 31, 32, 33, 63, 64, 65])
-    heads_kv, group = (data.draw(st.integers(1, 2)) for _ in range(2))
-    len_q, len_kv = data.draw(lengths), data.draw(lengths)
-    head_dim = data.draw(st.sampled_from(head_dims(rung)))
-    inputs = strategies.make_regime(
-        data.draw(st.sampled_from(strategies.REGIMES)),
-        (1, heads_kv * group, len_q, head_dim),
-        (1, heads_kv, len_kv, head_dim),
-        dtype,
-        data.draw(st.integers(0, 2**32 - 1)),
-    )
-    options = {
-        "causal": data.draw(st.booleans()),
-        "causal_align": data.draw(st.sampled_from(["bottom-right", "top-left"])),
-        "scale": data.draw(st.none() | st.floats(0.01, 1.0)),
-    }
+    inputs, options = drawn_values(data, lengths, head_dims(rung), dtype)
     run(rung, inputs, **options).check()
 
 
@@ -130,7 +117,7 @@ def test_kinds_of_values(rung: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_batches_and_grouped_heads(rung: str) -> None:
-    """As each head on its own, to the bit."""
+    """They equal each head alone, bit for bit."""
     head_dim, _ = head_dims(rung)
     q, k, v = normal((2, 4, 35, head_dim), (2, 2, 33, head_dim))
     whole = run(rung, (q, k, v), causal=True)
@@ -235,7 +222,7 @@ def test_what_lies_outside_the_arrays_has_no_influence(rung: str, dtype: str) ->
         amid_nan.check()
 
 
-#: Of these the blocks together are compared with one by one: threads, lanes, warpgroups.
+#: Rungs whose blocks run together and one by one, for comparison: threads, lanes, warpgroups.
 TOGETHER = ("fa_warps", "fa_tc", "fa_tc@sm90", "fa_int8@sm90")
 
 

@@ -1,4 +1,4 @@
-"""Clusters of blocks on the interpreter: what it finds, and what is no finding."""
+"""Clusters of blocks in the interpreter: findings, and correct kernels without findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyattn.interpret import KernelFault, executor, schedule
 from cupyattn.interpret.executor import run_kernel
 from tests.interpret.raw_kernels import spec
 
-#: Each thread writes a row, and reads that of its place in the next block.
+#: Each thread writes a row, and reads the row of its place in the next block.
 KERNEL = """#include "prims/instructions/cluster.cuh"
 extern "C" __global__ CLUSTER_OF_SPLITS void kernel(const float* x, float* y) {
   __shared__ alignas(16) float row[64][4];
@@ -119,3 +119,75 @@ def test_what_it_does_not_know_it_says(tmp_path: Path) -> None:
         run(tmp_path, WRITE, SYNC, STORE, SYNC)
     with pytest.raises(KernelLaunchError, match="clusters of 4 blocks, got a grid of 6"):
         run(tmp_path, WRITE, SYNC, READ, SYNC, grid=6)
+
+
+#: Each block passes rows on to the next one by the copy engine, all through one place.
+RING = """#include "prims/instructions/cluster.cuh"
+#include "prims/instructions/tma.cuh"
+extern "C" __global__ CLUSTER_OF_SPLITS void kernel(const float* x, float* y) {
+  __shared__ alignas(16) float row[SPLITS][64];
+  __shared__ Mbarrier full, empty;
+  const int rank = blockIdx.x %% SPLITS, next = (rank + 1) %% SPLITS, before = next ^ 2;
+  const int i = threadIdx.x;
+  if (i == 0) {
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, 1);
+    fence_mbarrier_init();
+  }
+  cluster_sync();
+  for (int r = 0; r < 3; ++r) {
+    %s
+  }
+  %s
+}
+"""
+READ_BY_NEXT = "mbarrier_wait_parity(empty, r % 2 ^ 1);"
+STORE_ROW = "row[rank][i] = x[blockIdx.x * 64 + i] + r;"
+FENCE = "fence_proxy_async();"
+COPY = """if (i == 0) {
+      mbarrier_arrive_expect_tx(full, sizeof(row[0]));
+      cp_async_bulk_to_block(row[rank], sizeof(row[0]), full, next);
+    }"""
+ARRIVED = "mbarrier_wait_parity(full, r % 2);"
+TAKE = "y[blockIdx.x * 64 + i] = row[before][i];"
+GIVE_BACK = "if (i == 0) mbarrier_arrive_in_block(empty, before);"
+PASSED_ON = (READ_BY_NEXT, STORE_ROW, FENCE, MEET, COPY, ARRIVED, TAKE, MEET, GIVE_BACK)
+
+
+def pass_on(folder: Path, *body: str, end: str = SYNC) -> tuple[np.ndarray, ...]:
+    x = np.arange(8 * 64, dtype=np.float32)
+    y = np.zeros_like(x)
+    module = spec(folder, RING % ("\n    ".join(body), end), CFG_SPLITS=4)
+    run_kernel(module, "kernel", [x, y], block=64, grid=8)
+    return x, y
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_that_the_engine_passes_on(seed: int, tmp_path: Path) -> None:
+    with schedule(seed=seed):
+        x, y = pass_on(tmp_path, *PASSED_ON)
+    np.testing.assert_array_equal(y, np.roll(x.reshape(2, 4, 64), 1, axis=1).ravel() + 2)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "finding"),
+    [
+        (READ_BY_NEXT, "is written while an asynchronous|copy engine read it|read by block"),
+        (FENCE, "no fence.proxy.async stands"),
+        (ARRIVED, "asynchronous copy to it is not waited for|before anything was written"),
+    ],
+)
+def test_what_the_engine_passes_on_too_early(left_out: str, finding: str, tmp_path: Path) -> None:
+    with pytest.raises(KernelFault, match=finding):
+        pass_on(tmp_path, *(line for line in PASSED_ON if line != left_out))
+
+
+def test_a_row_given_back_before_all_have_read_it(tmp_path: Path) -> None:
+    with pytest.raises(KernelFault, match="nothing orders that after the read by block"):
+        pass_on(tmp_path, *PASSED_ON[:-2], GIVE_BACK)
+
+
+def test_a_block_that_ended_takes_no_arrivals(tmp_path: Path) -> None:
+    end = f'if (rank != 1) asm volatile("exit;"); {GIVE_BACK}'
+    with pytest.raises(KernelFault, match="is accessed, and that block has ended"):
+        pass_on(tmp_path, *PASSED_ON, end=end)

@@ -49,7 +49,7 @@ class Judged(Protocol):
 def far_apart(x: np.ndarray) -> np.ndarray:
     """Return `x` with heads that lie more than 2^31 elements apart.
 
-    The gap is memory that nobody touches, and so takes no room.
+    The gap is never accessed, so it takes no memory.
     """
     batch, heads, length, head_dim = x.shape
     step = 2**31 + head_dim

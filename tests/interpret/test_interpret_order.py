@@ -1,4 +1,4 @@
-"""What is ordered before what, by vector clocks without a shortcut; races; arrays in memory."""
+"""The order of accesses, checked against plain vector clocks; races; arrays in memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kernels of one's own in the interpreter: what `run_kernel` takes and refuses, and that kernels
-which order their threads as they may run without a finding."""
+"""User kernels in the interpreter: arguments of `run_kernel`, correct kernels without findings."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ def test_arguments_of_every_kind(tmp_path: Path) -> None:
 
 
 def on_gpu() -> Any:
-    """What CuPy's arrays show of themselves."""
+    """The interface of CuPy's arrays."""
     return SimpleNamespace(__dlpack__=None, __cuda_array_interface__={}, dtype=np.dtype(np.int32))
 
 

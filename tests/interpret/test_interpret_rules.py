@@ -102,7 +102,7 @@ BARRIERS = [
   if (i < 32) {SYNC.format(1, "x[0] + 63")}
   else if (i < 64) {SYNC.format(1, "x[0] + 95")}  // wrong
   else if (i < 64) {SYNC.format(1, "x[0] + 63")}  // right
-""", "invalid operand", "barrier 1 is to wait for 96 threads, and those that arrived before said "
+""", "invalid operand", "barrier 1 is to wait for 96 threads, and earlier arrivals said "
          "64", block=96),
     Rule("lanes of a warp at two barriers", f"""
   {SYNC.format("x[i] % 2", 64)}  // wrong
@@ -174,6 +174,42 @@ def test_every_block_has_barriers_of_its_own(tmp_path: Path) -> None:
     y = run(tmp_path, body, grid=2)
     i = np.arange(64)
     np.testing.assert_array_equal(y, (i ^ 31) + 1 + 64 - i)
+
+
+# ---- barriers that count arrivals ----------------------------------------------------------------
+
+ARRIVE = 'asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(b) : "memory");'
+WAIT = """asm volatile("{ .reg .pred p; W: mbarrier.try_wait.parity.shared.b64 p, [%0], 0;"
+               "@!p bra W; }" ::"r"(b) : "memory");"""
+TWO_PHASES = Rule("lanes of a warp in two phases", f"""
+  __shared__ uint64_t barrier;
+  const uint32_t b = uint32_t(__cvta_generic_to_shared(&barrier));
+  if (i == 0) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(b) : "memory");
+  __syncthreads();
+  if (i < 32 && i != 0) {ARRIVE}  // wrong
+  if (i == 0) {ARRIVE}  // right
+  {WAIT}
+""", "divergence", "lanes of a warp arrive at an mbarrier in two of its phases")  # fmt: skip
+
+
+def test_lanes_of_a_warp_arrive_in_one_phase(tmp_path: Path) -> None:
+    """31 arrivals in place of one complete an odd number of phases, so the parities match."""
+    tail = "\n  y[i] = x[i];\n"
+    np.testing.assert_array_equal(
+        run(tmp_path, TWO_PHASES.text(right=True) + tail, arch="sm_90a"), arrays()[0]
+    )
+    with pytest.raises(KernelFault) as caught:
+        run(tmp_path, TWO_PHASES.text(right=False) + tail, arch="sm_90a")
+    check_faulty(TWO_PHASES, caught.value)
+
+
+def test_warps_arrive_in_phases_of_their_own(tmp_path: Path) -> None:
+    """Their order does not matter if each is one arrival."""
+    body = TWO_PHASES.text(right=True).replace("(i == 0) asm volatile(\"mbarrier.arrive",
+                                               "(i % 32 == 0) asm volatile(\"mbarrier.arrive")
+    body = body.replace("p, [%0], 0;", "p, [%0], 1;")
+    y = run(tmp_path, f"{body}\n  y[i] = x[i];\n", arch="sm_90a")
+    np.testing.assert_array_equal(y, arrays()[0])
 
 
 # ---- registers of products -----------------------------------------------------------------------

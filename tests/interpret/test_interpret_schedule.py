@@ -1,4 +1,4 @@
-"""Schedules of the interpreter: warps that fall behind change no bit, and show what may hang."""
+"""Schedules of the interpreter: warps that fall behind change no bit, and reveal possible hangs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_nor_do_those_of_gradients(seeds: int, head_dim: int, lengths: tuple[int
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_nor_do_products_of_codes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several tiles of one block, whose ring of stages goes on."""
+    """One block has several tiles, whose ring of stages continues."""
     monkeypatch.setattr(gemm_form, "HOPPER_BLOCKS", 2)
     gemm.plan_gemm.cache_clear()
     p, tiles = product(3, (200, 190, 400), bias=True), GemmTiles(64, 64, 8, 2)

@@ -1,4 +1,4 @@
-"""`interpret.launch`: kernels of anybody's own, as CUDA source, PTX or a fatbin."""
+"""`interpret.launch`: user kernels as CUDA source, PTX or a fatbin."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_what_is_not_modelled_is_named_with_its_line() -> None:
         interpret.launch(text, "twice", 1, 4, [np.zeros(4, np.int32)])
 
 
-#: What nvcc knows without a word, and NVRTC does not.
+#: Names that nvcc defines without an include, and NVRTC does not.
 STANDARD = """#include <cuda_runtime.h>
 #include <stdint.h>
 #include <math.h>

@@ -1,4 +1,4 @@
-"""The members of a kernel's shared memory lie where the compiler puts them."""
+"""The members of a kernel's shared memory have the compiler's offsets."""
 
 from __future__ import annotations
 
@@ -93,6 +93,13 @@ EXPECTED = {
         "dS": "float16", "row_M": "float32", "row_factor": "float32", "coarse": "int32",
         "delta": "float32", "KV_full": "uint64", "full": "uint64", "empty": "uint64",
         "P_full": "uint64", "P_empty": "uint64",
+    },
+    "backward/sm90/backward_keys_pair.cu": {
+        "K": "float16", "V": "float16", "K_other": "float16", "Q": "float16", "dO": "float16",
+        "dS": "float16", "P": "float32", "row_M": "float32", "delta": "float32", "coarse": "int32",
+        "KV_full": "uint64", "Q_full": "uint64", "Q_empty": "uint64", "dO_full": "uint64",
+        "dO_empty": "uint64", "P_full": "uint64", "P_empty": "uint64", "dS_full": "uint64",
+        "dS_empty": "uint64",
     },
     "backward/sm90/backward_queries_wide.cu": {
         "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",

@@ -1,4 +1,4 @@
-"""Counts, bank conflicts, traces and stops: what the interpreter tells about a kernel."""
+"""Observers of the interpreter: counts, bank conflicts, traces and stops."""
 
 from __future__ import annotations
 

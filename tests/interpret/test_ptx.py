@@ -1,4 +1,4 @@
-"""The parser of PTX: each form of the syntax by hand, the shipped kernels, what it rejects."""
+"""The parser of PTX: each form of the syntax, the shipped kernels, and rejected text."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_debug_sections_are_passed_over() -> None:
         ("ret;\nbra $L__BB0_7;\nret;", 9, "there is no label '$L__BB0_7'"),
         ("{ inner: ret; }\nbra inner;", 9, "there is no label 'inner'"),
         ("bra;", 8, "there is no label ''"),
-        ("a: ret;\na: ret;", 9, "label a stands twice in one scope"),
+        ("a: ret;\na: ret;", 9, "label a is defined twice in one scope"),
         ("@%r1 ret;", 8, "%r1 is no declared predicate"),
         ("@%q ret;", 8, "%q is no declared predicate"),
         ("ret;\n?! what;\nret;", 9, "this is no instruction"),
@@ -415,7 +415,7 @@ def written(operand: Operand) -> str:
 
 
 def rewritten(instruction: Instruction, labels: dict[int, set[str]]) -> set[str]:
-    """What an instruction may look like without blanks: a label has several names."""
+    """Forms of an instruction without blanks: a label has several names."""
     guard = f"@{'!' * instruction.negated}{written(instruction.predicate)}" \
         if instruction.predicate else ""  # fmt: skip
     head = guard + instruction.name
@@ -438,7 +438,7 @@ def test_every_instruction_reads_back_as_it_was_written(source: str, arch: str) 
 
 @every_kernel
 def test_no_statement_is_lost(source: str, arch: str) -> None:
-    """As many instructions as semicolons that end no directive, and every entry of the text."""
+    """There are as many instructions as semicolons that end no directive, and all entries."""
     text, module = shipped(source, arch)
     text = re.sub(r"//[^\n]*", "", text)
     entries = re.findall(r"\.entry (\w+)", text)

@@ -387,7 +387,7 @@ def placed(X: np.ndarray, memory: np.ndarray, start: int) -> None:
 @pytest.mark.parametrize("columns", [64, 96, 128])
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_wgmma_of_two_operands_in_shared_memory(kind: str, columns: int) -> None:
-    """What the kernel `ss` of tests/prims/sources/prims_wgmma.cu does, and gives on hardware."""
+    """The kernel `ss` of tests/prims/sources/prims_wgmma.cu, with its results on hardware."""
     depth, rows = 80, 128
     A, B = (integers((n, depth), kind, n).astype(NUMBERS[kind]) for n in (rows, columns))
     memory = np.full(2**16, 0x7FFF, np.uint16)
@@ -423,7 +423,7 @@ def test_wgmma_of_two_operands_in_shared_memory(kind: str, columns: int) -> None
 @pytest.mark.parametrize("columns", [64, 96, 128])
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_wgmma_with_a_in_registers(kind: str, columns: int) -> None:
-    """What the kernel `rs` of tests/prims/sources/prims_wgmma.cu does, and gives on hardware."""
+    """The kernel `rs` of tests/prims/sources/prims_wgmma.cu, with its results on hardware."""
     keys, start = 48, 2048
     A, B = (integers(s, kind, s[0]).astype(NUMBERS[kind]) for s in ((64, keys), (keys, columns)))
     memory = np.full(2**15, 0x7FFF, np.uint16)

@@ -1,4 +1,4 @@
-"""Results hold NaN before a kernel runs, so that a store which never happens shows."""
+"""Results are NaN before a kernel runs, so that a missing store is visible."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_store_less_is_seen(
 
 
 def test_scratch_memory_holds_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `executor.run` as of calls: but for what the plan says is zero."""
+    """This holds for `executor.run` and for calls, except for memory that the plan sets to zero."""
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         executor, "run_launch", lambda one, binary, arrays, written: seen.update(arrays)

@@ -19,7 +19,7 @@ from tests.support.runs import normal, packed, rope_tables, variant_of
 
 Cell = dict[str, Any]
 
-#: How q, k and v lie in memory.
+#: Memory layouts of q, k and v.
 LAYOUTS = ("contiguous", "BSHD", "amid NaN", "reversed")
 
 AXES: dict[str, tuple[Any, ...]] = {

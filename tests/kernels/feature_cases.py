@@ -10,7 +10,7 @@ import numpy as np
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.problem.block_mask import BlockMask
 
-#: What each option is drawn from; masks and biases by their shapes.
+#: Values of each option; masks and biases by their shapes.
 AXES: dict[str, tuple[Any, ...]] = {
     "causal": (False, True),
     "causal_align": ("bottom-right", "top-left"),

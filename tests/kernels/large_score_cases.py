@@ -1,4 +1,4 @@
-"""Finite float16 inputs of any size, and what is owed them: a finite result, no black image.
+"""Finite float16 inputs of any size must give a finite result, and no black image.
 
 Scores past 2^27 are ones whose differences float32 hardly holds; no bound is promised of them
 (docs/MATH_REFERENCE.md, §18). But weights stay weights: every row is a mean of its values.
@@ -24,7 +24,7 @@ Move = Callable[[Any], Any]
 
 
 class Form(NamedTuple):
-    """What takes a call: the rung, its architecture, how to quantise; and its type and lengths."""
+    """Form of a call: the rung, its architecture, quantisation, type and lengths."""
 
     variant: str
     arch: str = "sm_90"
@@ -33,7 +33,7 @@ class Form(NamedTuple):
     lengths: tuple[int, int] = (20, 140)
 
 
-#: What keeps every row a mean of its values, by name.
+#: Options that keep every row a mean of its values, by name.
 FORMS = {
     "unfused": Form("unfused"),
     "fa": Form("fa"),
@@ -65,7 +65,7 @@ FLUSHING = {
     "pv8 of 8.0": Form("fa_int8", "sm_80", {"pv": "int8"}),
 }
 ALL = FORMS | FLUSHING
-#: Those that multiply Q and K as they are.
+#: Rungs that multiply Q and K without codes.
 WHOLE = [name for name, form in FORMS.items() if form.quant is None]
 KINDS = ("normal", "constant", "opposed", "one key", "two levels", "spike", "sparse")
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -191,7 +191,7 @@ def check_values(
 
 #: Forms with P in 16 bits, whose rounding the sum of weights need not have.
 ROUNDING = [n for n in OF_FLOAT16 if n.startswith("fa_") and n != "fa_warps"]
-#: How far keys are behind: P of most of them is rounded up in float16.
+#: Distances of keys from the largest score: P of most of them is rounded up in float16.
 BEHIND = (0.62109375, 1.3115234375, 1.34375, 2.001953125)
 #: Forms that multiply V as it is.
 OF_V = [name for name in OF_FLOAT16 if "pv" not in (ALL[name].quant or {})]

@@ -16,7 +16,7 @@ from tests.support.runs import Run, normal, quantized, run, variant_of
 HEAD_DIM, MOST = 16, 300
 #: Square, and every length beside its complement.
 SHAPES = [(n, n) for n in range(MOST + 1)] + [(n, MOST - n) for n in range(MOST + 1)]
-#: What the interpreter runs of them: each rung some, on both sides of the tiles' edges.
+#: Lengths that the interpreter runs: some for each rung, on both sides of the tiles' edges.
 SPREAD = (0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 80, 95, 96, 97, 127, 128, 129)
 
 
@@ -75,7 +75,7 @@ def test_the_kernels_at_some_lengths(rung: str, length: int) -> None:
 
 
 def test_a_length_that_is_off_by_one_is_noticed() -> None:
-    """What the judgement above would say of a kernel that loses its last key or row."""
+    """The judgement above must notice a kernel that loses its last key or row."""
     for rung in VARIANTS:
         q, k, v = normal((1, 1, 40, HEAD_DIM), (1, 1, 40, HEAD_DIM))
         z = quantized(rung, (q, k, v), "mirror", {})

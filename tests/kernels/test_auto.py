@@ -1,4 +1,4 @@
-"""What ``variant="auto"`` takes: the fastest rung of the accuracy class, where it was measured."""
+"""``variant="auto"`` chooses the fastest measured rung of the accuracy class."""
 
 from __future__ import annotations
 

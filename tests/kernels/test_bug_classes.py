@@ -1,4 +1,4 @@
-"""The ways in which attention kernels have gone wrong elsewhere, a test named after each.
+"""Known faults of other attention kernels, with a test named after each kind.
 
 Issue trackers of attention libraries know twelve classes of mistakes. Here each has one test on the
 mirror and in the interpreter; what only a device can show is in `tests/gpu/test_bug_classes.py`.
@@ -207,7 +207,7 @@ def test_7_missing_barriers(
 LEAST_OPTIMISED = "--ptxas-options=-O1"
 
 
-#: Of each family one form that is built so among the quick tests.
+#: One form of each family that is built so in the quick tests.
 REBUILT = (("fa", "portable"), ("fa_tc", "sm90"), ("fa_int8", "portable"))
 
 

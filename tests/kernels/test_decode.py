@@ -33,7 +33,7 @@ def test_decoding_runs_in_small(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_decoding_compares_tiles_of_the_split_form(tmp_path: Path) -> None:
-    """Those that hold the rows and those that read K and V several times; then all is as before."""
+    """Tiles that hold the rows, and tiles that read K and V several times; the rest stays."""
     own = ca.VARIANTS["fa_tc"]
     file = tmp_path / "decode.json"
     assert decode.main(["--quick", "--tiles", "--json", str(file)]) == 0
@@ -49,7 +49,7 @@ def test_decoding_compares_tiles_of_the_split_form(tmp_path: Path) -> None:
 
 
 def test_shares_are_of_the_faster_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph's time is that of its calls together; a copy reads and writes what fa_tc reads."""
+    """A graph's time is the sum of its calls; a copy reads and writes what fa_tc reads."""
     q, k, v = (np.zeros((1, 1, n, 8), np.float16) for n in (1, 600, 600))
     cupy = types.ModuleType("cupy")
     freed: list[bool] = []

@@ -1,4 +1,4 @@
-"""Window, softcap, mask and bias: what they mean, on the mirror and in the interpreter.
+"""Window, softcap, mask and bias: their meaning, on the mirror and in the interpreter.
 
 Every combination is judged by its bound in pairs (`tests.kernels.feature_cases`). Relations between
 calls need none: a window is a mask, a bias of -inf is a mask, and so on, bit for bit.

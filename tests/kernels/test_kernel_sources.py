@@ -51,7 +51,7 @@ def rounding_tags(text: str) -> set[str]:
     return set(re.findall(r"\bR\d+\b", text))
 
 
-#: Which form of which rung a kernel is.
+#: The rung and form of each kernel.
 REGISTERED = {
     KERNELS / form.source: (variant, name)
     for variant in VARIANTS.values()

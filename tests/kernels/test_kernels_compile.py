@@ -21,6 +21,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.ladder import HOPPER_SCALE_KEYS, VARIANTS, Variant
 from cupyattn.kernels.limits import GROUP_ALL
+from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem import form as kernel_form_module
 from tests.support.runs import SPILLED, SPILLED_FINE, SPILLED_PACKED, SPILLED_PADDED
 
@@ -128,7 +129,7 @@ def test_compiles(
 
 
 def by_default() -> Iterator[Any]:
-    """Yield what is looked through for spills: at head_dim 128 every type, every architecture.
+    """Yield the kernels that are checked for spills: at head_dim 128 every type and architecture.
 
     Types and architectures differ little in registers: of the other head sizes float16, on the
     oldest and on Hopper. A causal mask takes registers: calls without one are compiled at 128 in
@@ -164,7 +165,7 @@ def test_default_tiles_spill_nothing(
         assert spilled <= allowed, f"{entry} for {arch} takes {taken}: {spec}"
 
 
-#: What is compiled at once of `test_own_lengths_spill_nothing`: packed sequences, and a mask.
+#: Cases of `test_own_lengths_spill_nothing` that compile at once: packed sequences, and a mask.
 AT_ONCE = ("varlen", True)
 #: Forms of which all packed sequences are left to the slow tests.
 SELDOM = {
@@ -249,17 +250,21 @@ def test_fine_scales_spill_nothing(form: str, head_dim: int, causal: bool) -> No
             assert taken.stack <= allowed, f"{entry} takes {taken}: {spec}"
 
 
+def check_no_spills(variant: Variant, form: str, features: Features, tiles: Tiles) -> None:
+    spec = kernel_form_module.module_spec(variant, features, tiles, form)
+    (taken,) = kc.build(spec, "sm_90a").kernels.values()
+    assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
+
+
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_of_fewer_keys_spill_nothing(causal: bool) -> None:
-    """What lengths that leave wide steps empty have in their place."""
+    """These steps replace wide steps for lengths that would leave them empty."""
     variant, form = VARIANTS["fa_int8"], "sm90_pv8"
     for head_dim in variant.forms[form].tiles.other:
         features = features_of(variant, form, "float16", head_dim, causal, lse=True)
         tiles = variant.default_tiles(head_dim, form)
         assert tiles != variant.tiles_for(head_dim, form=form)
-        spec = kernel_form_module.module_spec(variant, features, tiles, form)
-        (taken,) = kc.build(spec, "sm_90a").kernels.values()
-        assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
+        check_no_spills(variant, form, features, tiles)
 
 
 @pytest.mark.slow
@@ -279,9 +284,7 @@ def test_the_finest_scales_spill_nothing_beside_two_levels_of_sums(
     features = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(features, group_kv=HOPPER_SCALE_KEYS)
     tiles = variant.tiles_for(head_dim, form=form)
-    spec = kernel_form_module.module_spec(variant, features, tiles, form)
-    (taken,) = kc.build(spec, "sm_90a").kernels.values()
-    assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
+    check_no_spills(variant, form, features, tiles)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +305,7 @@ def test_block_masks_spill_nothing_in_the_hopper_forms(
     plain = features_of(variant, form, "float16", head_dim, causal=True, lse=True)
     features = replace(plain, window=True, block_mask=blocks)
     tiles = variant.tiles_for(head_dim, form=form, block_mask=blocks)
-    spec = kernel_form_module.module_spec(variant, features, tiles, form)
-    (taken,) = kc.build(spec, "sm_90a").kernels.values()
-    assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{taken}: {spec}"
+    check_no_spills(variant, form, features, tiles)
 
 
 def test_rotation_meets_every_choice() -> None:

@@ -44,7 +44,7 @@ def forms(names: list[str], late: Set[str] = frozenset()) -> list[Any]:
 @example(kind="spike", size=cases.LARGEST, seed=0, flags=FLAGS)
 @settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
 def test_finite_inputs_give_finite_rows(form, kind, size, seed, flags) -> None:
-    """Of fa the next test, of pv8_whole tests/quant/test_pv8_whole.py has such scores, too."""
+    """The next test has such scores for fa, and tests/quant/test_pv8_whole.py for pv8_whole."""
     cases.check(form, kind, size, seed, "interpret", np.asarray, **flags)
 
 

@@ -161,7 +161,7 @@ def test_the_kernel_keeps_the_bound(form: str, slope: float) -> None:
 #: Rows without keys, with only the last key, and with keys that come late.
 SPARSE = np.random.default_rng(1).random((1, 1, 70, 140)) < 0.3
 SPARSE[..., 5, :] = SPARSE[..., 7, :-1] = SPARSE[..., 16:32, :100] = False
-#: What scores of the portable form do, and an option under which they do it.
+#: Behaviours of scores in the portable form, each with an option that causes it.
 ADVERSARIES = {
     "rise by half an octave a key": (0.5, {"causal": True}),
     "rise in every second eight rows": (0.3, {"causal": True, "window": (60, 0)}),
@@ -204,7 +204,7 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(tmp_path: Path) -> No
     assert (rows_beside(0.5, wrong) != rows_beside(0.0, wrong)).any()
 
 
-#: What may be wrong with the lazy M, as (form, line of the kernel, what stands there instead).
+#: Faults of the lazy M, as (form, line of the kernel, its replacement).
 WRONG = {
     "M never rises": ("sm90", "LARGEST_SUM = 256.0f", "LARGEST_SUM = 3e38f"),
     "only the first of the two rows is asked": (

@@ -39,7 +39,7 @@ def parts_of(
 
 
 def exactly(parts: list[tuple[np.ndarray, np.ndarray]], dtype: str) -> Expected:
-    """What they come to, each taken for exact."""
+    """Merge the partial results, each taken as exact."""
     zeros = [(np.zeros(o.shape), np.zeros(lse.shape)) for o, lse in parts]
     return merged(
         [
@@ -143,7 +143,7 @@ def test_an_empty_call_launches_nothing() -> None:
     assert not plan.launches
 
 
-#: What is changed in the kernel, and what it does to a test.
+#: Changes of the kernel, and the effect of each on a test.
 FAULTS = {
     "the weights of another row": ("smem.weights[row][0], w1", "smem.weights[row ^ 1][0], w1"),
     "what was is not weighted": ("w0 * to_float(", "to_float("),

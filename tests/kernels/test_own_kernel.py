@@ -54,7 +54,7 @@ def test_a_broken_copy_fails(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """That a file is compiled for every architecture first, `test_a_copy_passes` holds."""
+    """`test_a_copy_passes` checks that a file is compiled for every architecture first."""
     monkeypatch.setattr(own_kernel, "compile_everywhere", lambda variant: ["sm_80"])
     copy = fault.plant(tmp_path)
     assert cli.main(["verify", str(renamed(copy, kernels=copy)), *NORMAL]) == 1

@@ -1,4 +1,4 @@
-"""Tiles of the last wave cut into pieces along the keys: which, and what comes out of them."""
+"""Tiles of the last wave are cut into pieces along the keys: choice of tiles, and results."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 import types
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -292,24 +291,6 @@ def test_the_ceiling_is_the_harmonic_mean_of_both_products() -> None:
         assert device.ceiling(variant.family, 80, 108, 1.41e9) is not None
 
 
-def test_without_nvml_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def no_nvml(bus: str) -> Iterator[None]:
-        yield None
-
-    def answer(command: list[str], **_: Any) -> Any:
-        assert "--id=0000:01:00.0" in command
-        return types.SimpleNamespace(returncode=0, stdout="1980, 1980, 3201, [N/A], 41\n")
-
-    monkeypatch.setattr(nvml, "monitor", no_nvml)
-    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(device.subprocess, "run", answer)
-    assert device.clocks("0000:01:00.0") == {
-        "sm_clock_mhz": 1980.0, "sm_clock_max_mhz": 1980.0, "memory_clock_mhz": 3201.0,
-        "temperature_c": 41.0,
-    }  # fmt: skip
-
-
 class Meter:
     """A monitor whose clock moves by each piece of work, and whose counter moves by ticks."""
 
@@ -342,7 +323,7 @@ def test_a_counter_that_stands_still_is_said_so() -> None:
 
 
 class Library:
-    """What stands in for the driver's library: answers each question with a number."""
+    """A stand-in for the driver's library, which answers each question with a number."""
 
     def __init__(self, **answers: int) -> None:
         self.answers, self.closed = answers, False

@@ -1,4 +1,4 @@
-"""What is said of a comparison, from its record; pictures as arrays and as PNG."""
+"""The text of a comparison from its record; pictures as arrays and as PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans without a GPU: parameter structs, grids, access widths, offsets, what cannot be planned."""
+"""Plans without a GPU: parameter structs, grids, access widths, offsets, refused calls."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_one_narrow_operand_narrows_them_all() -> None:
 
 @given(head_dim=st.integers(1, 256), offset=st.sampled_from([0, 2, 4, 8]))
 def test_int8_codes_move_twice_as_many_elements(head_dim: int, offset: int) -> None:
-    """What attn_fa_int8.cu derives from VEC: CODE_VEC must be aligned wherever VEC is chosen."""
+    """attn_fa_int8.cu derives CODE_VEC from VEC; it must be aligned wherever VEC is chosen."""
     call = call_of(head_dim=head_dim)
     codes = Operand(call.output_shape, Operand.contiguous(call.output_shape, 1).strides, 1, offset)
     halves = Operand.contiguous(call.output_shape, 2)
@@ -412,7 +412,7 @@ def test_codes_whose_last_axis_is_strided_are_copied_or_refused() -> None:
 
 @pytest.mark.parametrize("scale", [1e-60, 1e60])
 def test_scales_that_float32_does_not_hold_are_refused(scale: float) -> None:
-    """As 0 or infinity the factor would make NaN of every masked score."""
+    """If it were 0 or infinity, the factor would make NaN of every masked score."""
     q = np.zeros((1, 1, 4, 8), np.float16)
     with pytest.raises(ValueError, match="scale must be"):
         check_attention(q, q, q, scale=scale)

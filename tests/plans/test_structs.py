@@ -23,7 +23,7 @@ class Mirror(NamedTuple):
     defines: tuple[tuple[str, int], ...]
 
 
-#: What the comment above a table says.
+#: Text of the comment above a table.
 COMMENT = re.compile(
     r"^#: ``struct (?P<struct>[\w<>]+)`` of kernels_cu/(?P<file>[\w/]+\.cuh?)"
     r"(?:, with (?P<macro>CFG_\w+)=(?P<value>\d+))?[.:].*\n(?:#: .*\n)*(?P<table>\w+) = ",
@@ -37,7 +37,7 @@ MIRRORS = {
 }
 TABLES = {name: x for name, x in vars(structs).items() if isinstance(x, np.dtype)}
 CUDA = sorted(path for path in kc.KERNELS.rglob("*") if path.suffix in (".cu", ".cuh"))
-#: What a field of a C++ type is in a NumPy record.
+#: NumPy types of fields, by C++ type.
 TYPES = {
     "int32_t": "i4", "int64_t": "i8", "float": "f4", "Strides": "(3,)i8", "ScoreStrides": "(4,)i8",
 }  # fmt: skip
@@ -54,7 +54,7 @@ def field_of(kind: str, name: str) -> tuple[str, np.dtype[Any]]:
 
 
 def declared(mirror: Mirror) -> tuple[str, list[tuple[str, np.dtype[Any]]]]:
-    """Return the text of a struct, and its fields in order, those of its base first."""
+    """Return the text of a struct, and its fields in order, with the base's fields first."""
     found = re.search(
         rf"struct {re.escape(mirror.struct)} (?:: (\w+)(?:<(true|PREPARED)>)? )?\{{(.*?)\}};",
         code(kc.KERNELS / mirror.file),

@@ -1,4 +1,4 @@
-"""What a test of one primitive is: a tiny kernel, its arguments, what it must write."""
+"""A test of one primitive: a tiny kernel, its arguments, and the expected results."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class Prim:
 
     @property
     def spec(self) -> ModuleSpec:
-        """What to compile."""
+        """The module to compile."""
         stem = self.header if self.header.startswith("ptx_") else f"prims_{self.header}"
         return ModuleSpec(FOLDER / f"{stem}.cu", self.defines)
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What it is compiled for in the tests."""
+        """Architectures for which the tests compile it."""
         if self.hopper:
             return ("sm_90a",)
         return tuple(dict.fromkeys((f"sm_{self.since}", "sm_90")))
@@ -98,7 +98,7 @@ class Prim:
         return [name for name in arguments if name not in mapped]
 
     def check(self, written: Mapping[str, np.ndarray]) -> None:
-        """Compare what a run wrote with what it must write."""
+        """Compare the results of a run with the expected results."""
         slack = self.tolerance(**self.arguments()) if self.tolerance else {}
         for name, expected in self.expected(**self.arguments()).items():
             found = np.asarray(written[name]).reshape(expected.shape)

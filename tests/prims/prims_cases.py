@@ -1,4 +1,4 @@
-"""One tiny kernel per header of ``kernels_cu/prims``, with what it must write, in NumPy.
+"""One tiny kernel per header of ``kernels_cu/prims``, with its expected results from NumPy.
 
 `PRIMS` is data: whoever can run a kernel (a device, an interpreter) runs each with its arguments
 and hands what came out to `Prim.check`.

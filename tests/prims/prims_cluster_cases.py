@@ -22,6 +22,11 @@ def expected(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
     return {"y": np.repeat(x[:, None, :, ::-1], SPLITS, axis=1)}
 
 
+def passed_arguments() -> Arguments:
+    x = normal(2, SPLITS, 3, 64)
+    return {"x": x, "y": np.zeros_like(x)}
+
+
 def copied() -> Arguments:
     return {"x": normal(64), "y": np.zeros(64, np.float32)}
 
@@ -35,6 +40,13 @@ CLUSTER_PRIMS = [
     )
     for entry, width in WIDTHS.items()
 ]  # fmt: skip
+CLUSTER_PRIMS.append(
+    Prim(
+        "cluster_rows_passed_on", "cluster", "rows_passed_on", 64, passed_arguments,
+        lambda x, y: {"y": np.roll(x, 1, axis=1)[..., ::-1]}, grid=2 * SPLITS,
+        defines=(("CFG_SPLITS", SPLITS),), since=90,
+    )
+)  # fmt: skip
 CLUSTER_PRIMS.append(
     Prim("dependents", "griddepcontrol", "dependents", 64, copied, lambda x, y: {"y": x})
 )

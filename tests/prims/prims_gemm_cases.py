@@ -64,7 +64,7 @@ def prim(features: GemmFeatures, n: int) -> Prim:
     relative = of_type[features.out_dtype] if features.activation else 0.0
 
     def tolerance(x: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
-        """What an activation may be off by, a share of its argument; the bias is below 8."""
+        """Allowed error of an activation, as a share of its argument; the bias is below 8."""
         return {"C": ACTIVATION_ERROR * (np.abs(x) + 8) + 2.0**-24}
 
     name = f"gemm-{features.out_dtype}-{features.vec}-{features.activation or 'plain'}"

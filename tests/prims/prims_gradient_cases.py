@@ -1,4 +1,4 @@
-"""The cases of ``gradient.cuh``: where padded rows lie, and weights from the log-sum-exp."""
+"""The cases of ``gradient.cuh``: places of padded rows, and weights from the log-sum-exp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of what Hopper has: barriers, the copy engine, registers of warpgroups, ``wgmma``."""
+"""Kernels of Hopper's features: barriers, the copy engine, registers of warpgroups, ``wgmma``."""
 
 from __future__ import annotations
 
@@ -76,6 +76,17 @@ def boxes_expected(
     return {"tile": chunks.reshape(tile.shape), "elected": np.ones(1, np.int32)}
 
 
+def to_both_arguments() -> Arguments:
+    given = boxes_arguments("float16")()
+    given.pop("elected")
+    return given | {"tile": np.zeros((2, *given["tile"].shape), np.uint8)}
+
+
+def to_both_expected(tile: np.ndarray, **given: Any) -> dict[str, np.ndarray]:
+    once = boxes_expected(tile=tile[0], **given)["tile"]
+    return {"tile": np.stack([once, once])}
+
+
 def stores_arguments() -> Arguments:
     loaded = boxes_arguments("float16")()
     Y = loaded["X"]
@@ -124,6 +135,10 @@ def hopper_prims() -> Iterator[Prim]:
             f"tma-{dtype}", "tma", "boxes", 32, boxes_arguments(dtype), boxes_expected,
             hopper=True,
         )  # fmt: skip
+    yield Prim(
+        "tma_to_both", "tma", "boxes_to_both", 32, to_both_arguments, to_both_expected, grid=2,
+        defines=(("CFG_SPLITS", 2),), hopper=True,
+    )  # fmt: skip
     yield Prim(
         "tma_store", "tma", "stores", 32, stores_arguments, stores_expected, hopper=True
     )  # fmt: skip

@@ -19,7 +19,7 @@ MASK_HEADS, MASK_TILES, KEY_TILES, BLOCK_Q = 2, 2, 2, 32
 
 
 def packed_keys(mask: np.ndarray, block_kv: int) -> np.ndarray:
-    """Return [..., step, t]: bit 2 i + j of a lane's word is that of key 8 i + 2 t + j."""
+    """Return [..., step, t]: bit 2 i + j of a lane's word belongs to key 8 i + 2 t + j."""
     steps = mask.reshape(*mask.shape[:-1], -1, block_kv)
     words = np.zeros((*steps.shape[:-1], 4), np.uint32)
     for key in range(block_kv):

@@ -1,4 +1,4 @@
-"""The kernel of ``prims/schedule/pieces.cuh``: which tiles and pieces of tiles each block takes."""
+"""The kernel of ``prims/schedule/pieces.cuh``: the tiles and pieces of tiles of each block."""
 
 from __future__ import annotations
 

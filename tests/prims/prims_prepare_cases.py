@@ -55,7 +55,7 @@ def neighbours_expected(x: Any, **_: Any) -> dict[str, np.ndarray]:
 
 
 def prepare_prims() -> Iterator[Prim]:
-    """Every width of access, rows of more lanes than a warp has, and what is left out."""
+    """Every width of access, rows of more lanes than a warp has, and omitted arguments."""
     for dtype, head_dim, vec, rope, qk_norm in (
         ("float16", 128, 8, "half_split", True), ("bfloat16", 24, 4, "interleaved", True),
         ("float32", 256, 1, "half_split", True), ("float16", 6, 1, "interleaved", True),

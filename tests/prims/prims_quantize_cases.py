@@ -127,7 +127,7 @@ def steps(**of: str) -> tuple[tuple[str, int], ...]:
 
 TILES = Tiles(32, 32, 2)
 FEATURES = Features("float16", HEAD_DIM, vec=8, group_q=16, group_kv=16)
-#: Of the columns of V that a block transposes, where steps are named.
+#: Numbers of columns of V that a block transposes, for named steps.
 COLS = (("CFG_BLOCK_COLS", 64),)
 
 QUANTIZE_PRIMS = [

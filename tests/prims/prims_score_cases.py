@@ -1,4 +1,4 @@
-"""The cases of ``score.cuh``: which keys a row may attend to, and what scores become."""
+"""The cases of ``score.cuh``: the keys to which a row may attend, and the scores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def places_expected(
 
 
 def attending(key: np.ndarray, p: np.ndarray, causal: bool, window: bool) -> dict[str, np.ndarray]:
-    """Which of 12 rows lie between the first and the last that may attend to 4 keys by place."""
+    """Rows, out of 12, between the first and the last that may attend to 4 keys by place."""
     row = np.arange(12)
     far = key[:, None] + np.arange(4)
     reached = np.ones((12, 12), bool)  # of a key and a row
@@ -108,7 +108,7 @@ def scores_expected(
     }
 
 
-#: What `Scores` is compiled for in its tests.
+#: Configurations for which the tests compile `Scores`.
 SCORES = [
     Features("float16", 8),
     Features("float16", 8, softcap=True),

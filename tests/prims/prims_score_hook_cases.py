@@ -26,7 +26,7 @@ BATCH, HEAD, Q0 = 1, 2, 32  # the last head
 LEN_KV = HOOK_STEPS * HOOK_KV
 #: Steps that a mask leaves, and the one of them that it admits whole.
 TAKEN, FULL = (0, 2, 3, 4), 2
-#: Which of the steps that are taken the last warp skips.
+#: Steps that the last warp skips, among the steps that are taken.
 SKIPPED = 1
 #: Query rows of a sequence that ends among the last rows of the tile's last warp.
 SHORT = 60

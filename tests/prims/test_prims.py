@@ -1,4 +1,4 @@
-"""The primitives' kernels spill nothing, and what they are expected to write holds together.
+"""The primitives' kernels do not spill, and their expected results are consistent.
 
 They run in tests/interpret/test_interpret_prims.py and tests/gpu/test_prims.py.
 """

@@ -97,7 +97,7 @@ def masked(len_q: int, len_kv: int) -> dict[str, dict[str, Any]]:
     }
 
 
-#: By a short name, ways to quantise.
+#: Ways to quantise, by a short name.
 QUANTS = {
     "default": {},
     "token": {"granularity_q": "token", "granularity_k": "token"},
@@ -177,7 +177,7 @@ def _few_rows() -> Iterator[Call]:
 
 
 def _features() -> Iterator[Call]:
-    """What changes scores."""
+    """Options that change scores."""
     for variant in ("fa_tc", "fa_int8"):
         for name, options in masked(512, 512).items():
             head_dim = 128 if name != "blocks64x64" else 64

@@ -65,8 +65,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A backward pass; `options` are those of `attention_backward`, and ``"shift"`` and ``"ends"``
-    of its arrays."""
+    """A backward pass; `options` are its options, and ``"shift"`` and ``"ends"`` of its arrays."""
 
     name: str
     sizes: tuple[int, int, int, int, int, int]

@@ -17,6 +17,7 @@ from cupyattn.arrays import described, interchange, memory
 from cupyattn.ops import operation
 from docs import write_api
 from tests.problem.array_calls import CALLS, MODULES, ON_THE_HOST, WITHOUT_ARRAYS, K, Q, V
+from tests.support.foreign import Foreign
 
 #: The arguments of each call, and those whose elements have more than one byte.
 EVERY = {name: list(given) for name, (given, _) in CALLS.items()}
@@ -144,8 +145,8 @@ def refusal(name: str, argument: str, x: np.ndarray) -> str:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_subclasses_are_refused(name: str) -> None:
-    """Masked arrays, and those that say something else of their elements."""
-    ignored = r"masked array, whose mask would be ignored: pass .*mask="
+    """Masked arrays, and other subclasses that change the meaning of elements."""
+    ignored = r"masked, because the mask would be ignored: pass .*mask="
     other = r"numpy\.ndarray or numpy\.memmap, got .*np\.asarray\(x\)"
     answers = [
         (argument, said, refusal(name, argument, array))
@@ -176,19 +177,6 @@ def test_mapped_files_are_taken(name: str, tmp_path: Path) -> None:
         assert bits(call({**given, argument: mapped})) == wanted, argument
 
 
-class Foreign:
-    """An array of a library that has DLPack and nothing else."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
 def test_misaligned_arrays_come_in_by_dlpack() -> None:
     moved = [Foreign(at_odd_address(x)) for x in (Q, K, V)]
     assert bits(ca.attention(*moved)) == bits(ca.attention(Q, K, V))
@@ -197,7 +185,7 @@ def test_misaligned_arrays_come_in_by_dlpack() -> None:
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_of_masked_arrays_are_refused(kind: Any) -> None:
     sigmas = kind(np.ma.MaskedArray([8.0, 2.0, 0.5], mask=[False, True, False]))
-    with pytest.raises(TypeError, match="sigmas must hold no masked array"):
+    with pytest.raises(TypeError, match="sigmas must not be masked"):
         ca.compute_adaptive_scales(sigmas)
 
 

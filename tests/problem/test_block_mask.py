@@ -1,4 +1,4 @@
-"""Block masks: what they are, that the kernels obey them, and that dropped blocks cost nothing."""
+"""Block masks: their definition, their effect in kernels, and dropped blocks that cost nothing."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_all_none_and_one_block(rung: str, name: str, backend: str) -> None:
         assert bits(masked.o) == bits(plain.o) and bits(masked.lse) == bits(plain.lse)
 
 
-#: What a block mask combines with, by name.
+#: Options combined with a block mask, by name.
 OTHERS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window": (70, 0)},
@@ -310,7 +310,7 @@ def test_every_limit_of_a_list_is_found(left: int, align: str) -> None:
 
 @pytest.mark.parametrize(("rung", "backend"), runs.on_both(0, PLAIN))
 def test_dropped_keys_and_values_are_not_read(rung: str, backend: str) -> None:
-    """NaN in them changes no bit, not even that of a value."""
+    """NaN in them changes no bit, not even NaN in a value."""
     q, k, v = arrays(shape=(1, 2, 100, 150))
     mask = BlockMask(np.array([[1, 0, 1], [1, 0, 0]], bool)[None, None], 64, 64)
     k_nan, v_nan = k.copy(), v.copy()

@@ -16,7 +16,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.problem.borrowed_names import NOT_OFFERED
 
 X = np.random.default_rng(0).normal(size=(1, 1, 4, 8)).astype(np.float16)
-#: What has to be in the sentence, by names of other libraries.
+#: Text that the sentence must contain, by names of other libraries.
 SENTENCES = {
     "query key value": "q=, k= and v=",
     "dropout dropout_p p dropout_rate dropout_rng dropout_seed attention_dropout training": (
@@ -131,7 +131,7 @@ def test_the_sentence_is_of_the_argument_that_is_not_known() -> None:
 
 
 def test_a_sink_is_a_key_of_zeros_with_a_bias() -> None:
-    """As the sentence says: what it adds to the sum of exponentials is exp(sink)."""
+    """As the sentence says, it adds exp(sink) to the sum of exponentials."""
     q, k, v = np.random.default_rng(2).normal(size=(3, 1, 2, 6, 8)).astype(np.float32)
     sink = np.float32([0.5, -1.0])
     scores = (q[0].astype(np.float64) @ k[0].swapaxes(1, 2)) * 8**-0.5
@@ -152,7 +152,7 @@ def test_what_a_function_does_not_take_is_said() -> None:
 
 
 def test_the_values_translate_as_the_sentences_say() -> None:
-    """The scale is the same number, and the bias of slopes is that of flash-attn's definition."""
+    """The scale is the same number, and the bias of slopes follows flash-attn's definition."""
     q, k, v = np.random.default_rng(1).normal(size=(3, 1, 2, 6, 8)).astype(np.float32)
     q, slopes = q[:, :, :4], np.float32([0.5, 0.25])
     i, j = np.arange(4)[:, None], np.arange(6)

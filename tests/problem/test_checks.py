@@ -1,4 +1,4 @@
-"""What a call must satisfy, and what the messages say: the caller's names, the values."""
+"""Requirements on calls, and their messages with the caller's names and values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_mixed_dtypes_are_type_errors() -> None:
         ((2, 4, 5, 8), (2, 2, 7, 8), (2, 1, 7, 8), ValueError, "k and v must agree on heads"),
         ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 6, 8), ValueError, "k and v must agree on length"),
         ((2, 4, 5, 8), (2, 2, 7, 4), (2, 2, 7, 4), ValueError, "q and k must agree on head_dim"),
-        ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4), UnsupportedError, "v with a head_dim of its"),
+        ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 4), UnsupportedError, "v with another head_dim"),
         ((2, 4, 5, 0), (2, 2, 7, 0), (2, 2, 7, 0), UnsupportedError, "head_dim must be 1 to 256"),
         ((2, 4, 5, 257), (2, 2, 7, 257), None, UnsupportedError, "head_dim must be 1 to 256"),
         ((2, 4, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), ValueError, "the heads of k and v must divide"),

@@ -51,7 +51,7 @@ def test_the_limits_are_those_of_the_architecture_that_is_named() -> None:
 def test_the_interpreter_holds_the_exact_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What only the compiler knows of the size is held to the limit as the kernel is launched."""
+    """If only the compiler knows the size, the launch compares it with the limit."""
     monkeypatch.setattr("cupyattn.interpret.executor.shared_memory_of", lambda arch: 4096)
     with pytest.raises(KernelLaunchError, match="bytes of shared memory per block, sm_80 allows"):
         ca.attention(x(16), x(16), x(16), variant="fa", backend="interpret")

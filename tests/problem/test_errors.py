@@ -15,7 +15,7 @@ import pytest
 import cupyattn
 from cupyattn.interpret.findings import Finding
 
-#: What a parameter of an exception may be, by its name.
+#: Values for parameters of exceptions, by name.
 EXAMPLES: dict[str, Any] = {
     "rank": 3, "sequence": 7, "cause": "sent no number", "message": "a failure", "log": "line 1",
     "finding": Finding("race", "two writes", "fa", None, 1, 2, 3),

@@ -62,7 +62,7 @@ def values_of(group: int, p_type: str, misalignment: int = 0) -> ValueCodes:
 
 
 def codes() -> Iterator[Codes | None]:
-    """Codes of every kind, and of each kind those that some form does not take."""
+    """Codes of every kind, including codes of each kind that some form does not support."""
     values = (
         None, values_of(GROUP_ALL, "u8"), values_of(GROUP_ALL, "s8"), values_of(128, "u8"),
         values_of(32, "u8"), values_of(128, "u8", 4), values_of(128, "s8"),
@@ -91,7 +91,7 @@ OFFERS = offers()
 
 
 def test_every_kernel_of_attention_is_in_one_row() -> None:
-    """What the folders hold that have no row: kernels of other operations."""
+    """The folders also have kernels of other operations, which have no row."""
     sources = Counter(KERNELS / form.source for form in ROWS.values())
     assert sources == Counter(KERNELS.rglob("attn_*.cu"))
     folders = {Path("."), Path("forms"), Path("forms/split"), Path("sm90")}

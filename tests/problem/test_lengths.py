@@ -30,7 +30,7 @@ from tests.support.runs import Guarded, asked_for, bits, rope_tables
 
 RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8")
 CELLS = [(rung, dtype) for rung, dtype in runs.CELLS if rung in RUNGS]
-#: What is placed by the lengths of an entry, and what is not.
+#: Options whose places depend on the lengths of an entry, and options that do not.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {},

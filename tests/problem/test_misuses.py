@@ -1,4 +1,4 @@
-"""Misuses of public functions: each is answered by one sentence that names what is wrong."""
+"""Misuses of public functions: each raises an error of one sentence that names the problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import cupyattn as ca
 from tests.cli.test_misuses import MISUSES as OF_COMMANDS
 
-#: Calls, and how the sentence begins; names are those of `given`.
+#: Calls, and the beginning of the sentence; names are defined in `given`.
 MISUSES: dict[str, list[tuple[str, str]]] = {
     "attention": [
         ("ca.attention(q, k)", "v must be a NumPy or CuPy array, or have __dlpack__, got NoneType"),
@@ -36,7 +36,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, None)", "v must be a NumPy or CuPy array, or have __dlpack__, got"),
         ("ca.attention('q', k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got str"),
         ("ca.attention(None, k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got"),
-        ("ca.attention(np.ma.array(q), k, v)", "q must hold no masked array, whose mask would be"),
+        ("ca.attention(np.ma.array(q), k, v)", "q must not be masked, because the mask"),
         ("ca.attention(q.astype('>f2'), k, v)", "q must be in this machine's byte order, got"),
         (
             "ca.attention(q.repeat(40, 3), k.repeat(40, 3), v.repeat(40, 3))",

@@ -24,7 +24,7 @@ Q, K, V = normal((1, 2, 40, 16), (1, 2, 40, 16), "float16")
     [
         (Q, K[..., :8], {}, ValueError, "must agree on batch and head_dim, got q.shape="),
         (np.concatenate([Q, Q]), K, {}, ValueError, "must agree on batch and head_dim"),
-        (Q, np.concatenate([K, K, K], 1), {}, ValueError, "heads of k must divide those of q"),
+        (Q, np.concatenate([K, K, K], 1), {}, ValueError, "heads of k must divide the heads of q"),
         (Q[0], K[0], {}, ValueError, "must have four axes"),
         (Q, K.astype(np.float32), {}, TypeError, "got float16 and float32"),
         (Q.astype(np.int8), K.astype(np.int8), {}, TypeError, "got int8 and int8"),

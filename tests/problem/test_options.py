@@ -15,7 +15,7 @@ from cupyattn.problem import settings
 X = np.ones((1, 1, 4, 8), np.float16)
 SCORES = {"scale", "causal", "causal_align", "window", "softcap", "mask", "bias", "block_mask"}
 TURNED = SCORES | {"rope", "rope_interleaved", "rope_offset_q"}
-#: Functions that take options, and those of them that are no arguments by themselves.
+#: Functions that take options, with the options that are no separate arguments.
 TAKEN = {
     ca.explain: TURNED | {"variant", "out", "cu_seqlens_q", "max_len_k"},
     ca.kernel_form: TURNED | {"variant", "out", "cu_seqlens_q", "max_len_k"},

@@ -45,7 +45,7 @@ def test_a_prepared_call_is_the_call(variant: str, backend: str) -> None:
 
 @pytest.mark.parametrize("variant", in_turn(2))
 def test_layouts_are_the_same_call_turned(variant: str) -> None:
-    """A result that nobody allocated lies as its caller's arrays do: the kernel must know."""
+    """A result that was not given has the caller's layout, and the kernel must know it."""
     q, k, v = normal()
     options: dict[str, Any] = {"variant": variant, "backend": "interpret"}
     expected = attention(q, k, v, **options)
@@ -136,7 +136,7 @@ def test_what_does_not_fit_says_how_much_it_needs(
 def test_free_memory_is_what_the_pool_could_hand_out(
     limit: int, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of the pool counts, and what it keeps for others does too."""
+    """A limit of the pool counts, and so does memory that it keeps for others."""
     cupy = pytest.importorskip("cupy")
     pool = SimpleNamespace(free_bytes=lambda: 50, get_limit=lambda: limit, used_bytes=lambda: 900)
     monkeypatch.setattr(cupy, "get_default_memory_pool", lambda: pool)

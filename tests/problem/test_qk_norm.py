@@ -26,7 +26,7 @@ from cupyattn.compiler import modules as kc
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
-from cupyattn.plans.prepare_rows import Prepares, plan_normalising
+from cupyattn.plans.prepare_rows import Prepares, plan_preparation
 from cupyattn.plans.quantize import Part, plan_quantize
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
@@ -66,7 +66,7 @@ def weights(head_dim: int, *, by_head: bool = False, dtype: str = "float32") -> 
 
 
 def options_of(head_dim: int, kind: str) -> dict[str, Any]:
-    """What is asked for of the rows, by name."""
+    """Return the requested preparation of rows, by name."""
     tables = rope_tables(90, head_dim)
     return {
         "norm": {"qk_norm": weights(head_dim)},
@@ -291,7 +291,7 @@ def test_packed_sequences_are_prepared_each_from_its_own_first_row() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_added_to_the_launches(kind: str) -> None:
-    """Of the default quantisation, and where all scales need a pass before; V comes along."""
+    """The default quantisation, and one whose scales all need a pass before; V is included."""
     q, k, v = arrays(head_dim=64)
     options = options_of(64, kind)
     for quant in QUANTS[:4]:
@@ -322,7 +322,7 @@ def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
         n: Part(x, g, smooth=n == "k", prepares=Prepares(n, *how[kind], 1e-6))
         for n, g in (("q", 2), ("k", 16))
     }
-    passes = plan_normalising(x, dtype, Prepares("q", *how[kind], 1e-6))
+    passes = plan_preparation(x, dtype, Prepares("q", *how[kind], 1e-6))
     for launch in (*plan_quantize(dtype, **part).launches, *passes.launches):
         used = kc.build(launch.module, "sm_90").kernels[launch.entry]
         assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0)
@@ -344,7 +344,7 @@ def test_the_pass_prepares_to_the_bit(dtype: str, head_dim: int, pad: int, kind:
     how = preparation(head_dim, **options_of(head_dim, kind))
     for i, (x, expected) in enumerate(zip((q, k), how.stored(q, k), strict=True)):
         laid = embedded(x, pad) if pad else x
-        made = plan_normalising(Operand.of(laid), dtype, prepares(how)["qk"[i]])
+        made = plan_preparation(Operand.of(laid), dtype, prepares(how)["qk"[i]])
         turned = np.empty(x.shape, x.dtype)
         buffers = {name: memory.as_input(a) for name, a in {"x": laid, **how.buffers}.items()}
         interpret.run(made, {**buffers, "turned": turned})

@@ -143,7 +143,7 @@ def test_a_backend_that_does_not_exist() -> None:
 ODD = Tiles(17, 33, 3)
 ROWS_OF_MMA = "block_q / num_warps must be a multiple of 16, the rows of an mma"
 OWN = "(tiles=None takes its own)"
-#: Options of attention, and what is said of the tiles.
+#: Options of attention, and the sentence on the tiles.
 REFUSED_TILES: list[tuple[dict[str, Any], str]] = [
     ({"tiles": ODD}, f"fa_tc (portable) does not take {ODD}: {ROWS_OF_MMA} {OWN}"),
     (
@@ -415,7 +415,7 @@ def test_a_registered_kernel_has_its_own_contracts_on_the_mirror(tmp_path: Path)
 
 
 def test_every_default_of_the_ladder_holds_its_contracts() -> None:
-    """What `tests/kernels/test_kernels_compile.py` compiles is not refused beforehand."""
+    """Kernels compiled by `tests/kernels/test_kernels_compile.py` are not refused beforehand."""
     for variant in VARIANTS.values():
         for limit, tiles in variant.tiles.items():
             defines = {**tiles.defines(), "CFG_HEAD_DIM": limit}

@@ -27,7 +27,7 @@ from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops.attention import resolved
-from cupyattn.plans.prepare_rows import plan_rotation
+from cupyattn.plans.prepare_rows import Prepares, plan_preparation
 from cupyattn.problem.row_preparation import Rope
 from cupyattn.quant import QuantConfig
 from cupyattn.reference.attention import attention_mirror
@@ -155,7 +155,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: s
     x = x if pad else np.ascontiguousarray(laid)
     tables = rope_tables(80, head_dim)
     rope = Rope.of_arrays(tables, pairs == "interleaved", 9, 70, 0, head_dim)
-    made = plan_rotation(Operand.of(laid), dtype, pairs, 9)
+    made = plan_preparation(Operand.of(laid), dtype, Prepares("q", pairs, 9))
     turned = np.empty(x.shape, x.dtype)
     buffers = {"x": laid, "rope_cos": rope.cos, "rope_sin": rope.sin}
     buffers = {name: memory.as_input(array) for name, array in buffers.items()}
@@ -170,7 +170,7 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
     for dtype in DTYPES:
         x = Operand.contiguous((1, 1, 8, 128), STORAGE[dtype].itemsize)
         for pairs in ("half_split", "interleaved"):
-            (one,) = plan_rotation(x, dtype, pairs, 0).launches
+            (one,) = plan_preparation(x, dtype, Prepares("q", pairs)).launches
             binary = kc.build(one.module, "sm_80")
             taken = binary.kernels["rope"]
             assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
@@ -193,9 +193,8 @@ def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
     ],
 )
 def test_the_kernels_attend_with_turned_operands(interleaved: bool, rung: str, dtype: str) -> None:
-    """To the bit what they do with operands that were turned beforehand, and within the bound.
-
-    fa_int8 rounds nothing to 16 bits between: with those that `quantize` turned.
+    """Results equal those with operands turned beforehand bit for bit, and are within the bound.
+    fa_int8 does not round to 16 bits in between, so `quantize` turns its operands.
     """
     q, k, v = arrays(dtype)
     options: dict[str, Any] = {

@@ -31,7 +31,7 @@ from cupyattn.testing import judged, verdict
 from tests.problem.settled_calls import Call, calls
 from tests.support.own_kernels import renamed
 
-#: By the name of a call: form, tiles, note.
+#: Form, tiles and note, by the name of a call.
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("settled.json").read_text())
 CALLS = list(calls())
 
@@ -57,7 +57,7 @@ of_each_rung = pytest.mark.parametrize("rung", sorted({call.variant for call in 
 
 @of_each_rung
 def test_form_tiles_and_note(rung: str) -> None:
-    """Those of the last plan: what `plan`, `explain` and `kernel_form` say."""
+    """They belong to the last plan; `plan`, `explain` and `kernel_form` agree."""
     for call in CALLS:
         if call.variant == rung:
             check_form_tiles_and_note(call)

@@ -19,7 +19,7 @@ import cupyattn as ca
 from cupyattn.ops import gemm
 from tests.problem.settled_steps import Product, steps
 
-#: By the name of a call: form, tiles, note.
+#: Form, tiles and note, by the name of a call.
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("settled_steps.json").read_text())
 STEPS = list(steps())
 

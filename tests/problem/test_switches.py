@@ -1,4 +1,4 @@
-"""Variables of the environment: what turns a switch on, and the log that is asked for."""
+"""Environment variables: values that turn a switch on, and the requested log."""
 
 from __future__ import annotations
 

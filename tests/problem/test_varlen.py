@@ -1,6 +1,6 @@
 """Packed sequences of different lengths, on the mirror and in the interpreter.
 
-Needs no bound of its own: every sequence is what `attention` makes of it alone, bit for bit.
+These tests need no bound: every sequence equals `attention` on it alone, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8")
 CELLS = [(rung, dtype) for rung, dtype in runs.CELLS if rung in RUNGS]
 #: Empty ones in front, in the middle and at the end; no keys; no queries; tails and several tiles.
 LENGTHS = ((0, 0), (5, 38), (3, 0), (0, 9), (0, 0), (40, 33), (0, 0))
-#: What is placed by the lengths of a sequence, and what is not.
+#: Options whose places depend on the lengths of a sequence, and options that do not.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
@@ -217,7 +217,7 @@ def test_within_the_bound(rung: str) -> None:
 
 @pytest.mark.parametrize("rung", runs.in_turn(1, RUNGS))
 def test_neighbours_have_no_influence(rung: str) -> None:
-    """What precedes and follows a sequence is NaN, and so is all beside the packed rows."""
+    """Rows before and after a sequence are NaN, and so is everything beside the packed rows."""
     (q, k, v), ends = packed(((3, 2), (37, 41), (4, 5)), 2, 1, head_dim=32)
     rows, keys = slice(3, 40), slice(2, 43)
     spoilt = []
@@ -266,7 +266,7 @@ def test_every_kind_of_array_that_holds_the_offsets() -> None:
 def test_limits_of_a_sequence_are_those_of_its_lengths(
     lengths: tuple[int, int, int, int], left: int, right: int, causal: bool, align: str
 ) -> None:
-    """What the kernel makes of the limits of the longest lengths (prims/io/varlen.cuh)."""
+    """The kernel derives them from the limits of the longest lengths (prims/io/varlen.cuh)."""
     (len_q, longest_q), (len_kv, longest_kv) = sorted(lengths[:2]), sorted(lengths[2:])
     options = {"causal": causal, "causal_align": align, "window": (left, right)}
     first, last = check_limits(causal, align, (left, right), longest_q, longest_kv)
@@ -418,7 +418,7 @@ def test_kinds_of_arguments_are_checked() -> None:
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_sequence_past_its_limit_is_cut(rung: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody looked at the offsets, no kernel leaves the arrays that were made for it."""
+    """If the offsets were not checked, no kernel leaves the arrays that were made for it."""
     monkeypatch.setattr("cupyattn.kernels.limits.check_cu_seqlens", lambda *_: None)
     inputs, ends = packed(((5, 9), (40, 70)), 2, 1)
     out = Guarded.empty(inputs[0].shape, "float16")

@@ -1,4 +1,4 @@
-"""What `explain` and `kernel_form` say of views takes no memory of their size."""
+"""`explain` and `kernel_form` of views take no memory of their size."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def test_to_the_launch(
     driver: Driver,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a first call, and of one that is recalled."""
+    """A first call, and a recalled one."""
     launched: list[int] = []
     monkeypatch.setattr(cupy.cuda.driver, "launchKernel", lambda one, *_: launched.append(one))
     arrays = {name: array(shape, dtype) for name, (shape, dtype) in SIZES.items()}

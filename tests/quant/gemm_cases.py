@@ -8,19 +8,19 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 import cupyattn as ca
 from cupyattn import interpret
 from cupyattn.arrays.interchange import on_host
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
-from cupyattn.interpret import KernelFault
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import GemmPlan, ProductOperands, plan_gemm
 from cupyattn.problem.gemm_form import settle_gemm, where_shared
 from cupyattn.quant import gemm_error, gemm_exact, gemm_mirror
 from cupyattn.quant.activation import GLU, columns_of
+from cupyattn.quant.blocks import BLOCK_SIZE, scale_shape
+from tests.faults.fault_patches import check_found
 from tests.quant.quant_inputs import operand
 from tests.support.runs import Guarded
 
@@ -87,23 +87,20 @@ class Product:
     def run_on(self, blocks: int, tiles: GemmTiles) -> np.ndarray:
         """Interpret the Hopper form as if a device ran no more than `blocks` at a time."""
         buffers = dict(zip(("a", "a_scales", "b", "b_scales"), self.operands, strict=True))
-        outliers = None
         if self.outliers is not None:
             buffers["a_16"], buffers["b_16"] = self.outliers
-            of_16 = [Operand.of(x) for x in self.outliers]
-            outliers = OutlierOperands(*of_16, self.outliers[0].dtype.name)
         shape = len(self.a), columns_of(len(self.b), self.activation)
         c = np.empty(shape, STORAGE[self.out_dtype])
+        own = {name: Operand.of(x) for name, x in buffers.items()}
         bias = None if self.bias is None else Operand.of(self.bias)
-        places = ProductOperands(*(Operand.of(x) for x in (*self.operands, c)), bias=bias)
+        places = ProductOperands(**own, c=Operand.of(c), bias=bias)
         settled = settle_gemm(
-            {n: Operand.of(x) for n, x in buffers.items()}, places.strategy,
-            activation=self.activation, tiles=tiles, arch="sm_90a",
-        )  # fmt: skip
+            own, places.strategy, activation=self.activation, tiles=tiles, arch="sm_90a"
+        )
         plan = plan_gemm(
-            settled, places, self.out_dtype,
-            bias="" if self.bias is None else self.bias.dtype.name, activation=self.activation,
-            outliers=outliers, blocks=blocks,
+            settled, places, self.out_dtype, blocks=blocks, activation=self.activation,
+            bias="" if self.bias is None else self.bias.dtype.name,
+            outliers="" if self.outliers is None else self.outliers[0].dtype.name,
         )  # fmt: skip
         for x in buffers.values():
             x.flags.writeable = False
@@ -128,11 +125,46 @@ class Product:
 
     def check_theft(self, run: Callable[[], np.ndarray], finding: str) -> None:
         """Assert that a mistake in the kernel is found: a hazard, or "": a wrong result."""
-        if finding:
-            with pytest.raises(KernelFault, match=finding):
-                run()
-        else:
-            assert self.share_of_bound(run()) > 10
+        check_found(lambda: self.share_of_bound(run()) > 10, finding)
+
+
+def planned(
+    m: int,
+    n: int,
+    k: int,
+    out_dtype: str = "float16",
+    *,
+    strategy: str = "block",
+    bias: str = "",
+    activation: str = "",
+    outliers: str = "",
+    gates: int = 0,
+    blocks: int | None = None,
+    **how: Any,
+) -> GemmPlan:
+    """Plan a product of (m, n, k), of operands in C order; with `gates` it is added to a residual.
+
+    `how` may have tiles and an architecture.
+    """
+
+    def place(*shape: int, itemsize: int = STORAGE[out_dtype].itemsize) -> Operand:
+        return Operand.contiguous(shape, itemsize)
+
+    copied = {"a": place(m, k, itemsize=1), "b": place(n, k, itemsize=1)}
+    if outliers:
+        copied |= {"a_16": place(m, 64), "b_16": place(n, 64)}
+    c = place(m, columns_of(n, activation))
+    at = ProductOperands(
+        **copied, c=c, residual=c if gates else None,
+        a_scales=place(m, 1 if strategy == "channel" else -(-k // BLOCK_SIZE), itemsize=4),
+        b_scales=place(*scale_shape((n, k), BLOCK_SIZE, strategy), itemsize=4),
+        gate=place(gates, c.shape[1]) if gates else None,
+        bias=place(n, itemsize=STORAGE[bias].itemsize) if bias else None,
+    )  # fmt: skip
+    return plan_gemm(
+        settle_gemm(copied, at.strategy, activation=activation, **how), at, out_dtype, bias=bias,
+        activation=activation, outliers=outliers, blocks=blocks,
+    )  # fmt: skip
 
 
 def run(p: Product, tiles: GemmTiles) -> np.ndarray:

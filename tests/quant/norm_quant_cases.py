@@ -44,7 +44,7 @@ class Case:
 
     @property
     def settled(self) -> RowSteps:
-        """What happens to rows, as mirror and bound take it."""
+        """Return the operations on rows, for mirror and bound."""
         given = {"norm": None, "rotate": None, "strategy": "channel", **self.options}
         activation, eps = given.get("activation") or "", float(np.float32(given.get("eps", 1e-6)))
         return RowSteps(given["norm"], activation, given["rotate"], eps, given["strategy"])

@@ -198,9 +198,8 @@ def check_shifted_scores(backend: str, p_type: str, move: Move, arch: str = PORT
 
 
 def check_split_keys_merge(backend: str, p_type: str, move: Move, arch: str = PORTABLE) -> None:
-    """Two halves of whole tiles, each attended to by itself, merge by lse to the whole.
-
-    Keys have the largest score of their tile or next to no weight: lse is that of the codes, too.
+    """Partial results of two halves of whole tiles merge by lse to the whole. Keys have the
+    largest score of their tile or nearly no weight, so lse is exact for the codes, too.
     """
     keys = 4 * TILE[arch]
     largest = even_scores(32, 4).repeat(TILE[arch], axis=1)

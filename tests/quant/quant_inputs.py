@@ -1,4 +1,4 @@
-"""Operands that are hard to quantise, by name and seed; and whether what they give is a mean."""
+"""Operands that are hard to quantise, by name and seed; and a check that results are means."""
 
 from __future__ import annotations
 
@@ -45,7 +45,13 @@ def operand(
 
 
 def assert_mean(found: npt.NDArray, x: npt.NDArray) -> None:
-    """What smoothing subtracts from x is a mean: each float32 addition costs one rounding."""
+    """Assert that smoothing subtracts a mean of x: each float32 addition costs one rounding."""
     rows = of_mean(x).astype(np.float64)
     slack = (rows.shape[2] + 1) * 2.0**-24 * np.abs(rows).mean(axis=2) + 2.0**-149
     assert (np.abs(found - rows.mean(axis=2)) <= slack).all()
+
+
+def same_bytes(found: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> bool:
+    return [(a.shape, a.dtype, a.tobytes()) for a in found] == [
+        (a.shape, a.dtype, a.tobytes()) for a in expected
+    ]

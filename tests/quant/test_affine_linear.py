@@ -36,7 +36,7 @@ def drawn(seed: int, dtype: str, offset: float, columns: int = 130) -> tuple[np.
 def test_a_layer_holds_its_bounds(
     seed: int, dtype: str, out_dtype: str, offset: float, columns: int, biased: bool
 ) -> None:
-    """Of the weight, and of the codes alone, which is the rounding of the product."""
+    """The bounds are of the weight, and of the codes alone, which is the product's rounding."""
     x, w, bias = drawn(seed, dtype, offset, columns)
     layer = ca.AffineInt8Linear.from_weight(w, bias if biased else None)
     y = layer(x, out_dtype=out_dtype).astype(np.float64)

@@ -12,18 +12,14 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
-from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import architectures, devices, target
-from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import OutlierOperands, ProductOperands, plan_gemm
-from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles, settle_gemm
+from cupyattn.problem.gemm_form import PORTABLE_TILES, choose_tiles
 from cupyattn.quant.activation import ACTIVATION_SLOPE, ACTIVATIONS
-from cupyattn.quant.blocks import BLOCK_SIZE
+from cupyattn.quant.blocks import BLOCK_SIZE, STRATEGIES
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, Product, product
+from tests.quant.gemm_cases import REGIMES, Product, planned, product
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
 #: Tiles of other shapes: one row of warps, several, columns of two groups of scales.
@@ -33,7 +29,7 @@ SHAPES = (
     GemmTiles(block_m=16, block_n=256, num_warps=4, num_stages=2),
 )
 
-#: Of the Hopper form.
+#: Tiles of the Hopper form.
 HOPPER = GemmTiles(block_m=64, block_n=64, num_warps=8, num_stages=2)
 
 # ---- what it is ----------------------------------------------------------------------------------
@@ -59,13 +55,14 @@ def test_the_exact_product_is_that_of_the_numbers() -> None:
     st.booleans(),
     st.sampled_from(ACTIVATIONS),
     st.integers(0, 20),
+    st.sampled_from(STRATEGIES),
 )
 def test_the_mirror_holds_its_bound(
-    seed, shape, regime, out_dtype, bias, activation, outliers
+    seed, shape, regime, out_dtype, bias, activation, outliers, strategy
 ) -> None:
     p = product(
         seed, shape, regime, out_dtype=out_dtype, bias=bias, activation=activation,
-        outliers=outliers,
+        outliers=outliers if strategy == "block" else 0, strategy=strategy,
     )  # fmt: skip
     c = p.run()
     assert c.dtype == STORAGE[out_dtype] and c.shape == shape[:2]
@@ -89,22 +86,23 @@ def test_no_activation_is_steeper_than_its_bound_says(activation: str) -> None:
     assert 0.99 * ACTIVATION_SLOPE[activation] < steepest < ACTIVATION_SLOPE[activation]
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["scale of the next row", "scale of the next slice", "B scale of the first rows",
-     "last slice left out", "no bias", "other GELU"],
-)  # fmt: skip
-def test_a_fault_breaks_the_bound(fault: str) -> None:
-    p = product(2, (20, 140, 300), bias=True, activation="gelu")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_fault_breaks_the_bound(strategy: str) -> None:
+    p = product(2, (20, 140, 300), bias=True, activation="gelu", strategy=strategy)
     wrong = {
         "scale of the next row": p.but(a_scales=np.roll(p.a_scales, 1, axis=0)),
-        "scale of the next slice": p.but(a_scales=np.roll(p.a_scales, 1, axis=1)),
-        "B scale of the first rows": p.but(b_scales=p.b_scales[[0, 0]]),
         "last slice left out": p.but(a=np.where(np.arange(300) < 256, p.a, np.int8(0))),
         "no bias": p.but(bias=None),
+    }
+    wrong |= {
+        "scale of the next slice": p.but(a_scales=np.roll(p.a_scales, 1, axis=1)),
+        "B scale of the first rows": p.but(b_scales=p.b_scales[[0, 0]]),
         "other GELU": p.but(activation="gelu_tanh"),
-    }[fault]
-    assert p.share_of_bound(wrong.mirror()) > 10
+    } if strategy == "block" else {
+        "scale of the next column": p.but(b_scales=np.roll(p.b_scales, 1, axis=0)),
+    }  # fmt: skip
+    for fault, other in wrong.items():
+        assert p.share_of_bound(other.mirror()) > 10, fault
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -139,8 +137,7 @@ def test_outliers_and_activations_of_the_kernel(activation: str) -> None:
 
 
 def amid_others(p: Product, offset: int, **more: Any) -> Product:
-    """The same with odd addresses and strides, leading axes, and NaN in the scales beside those
-    that are read."""
+    """The same with odd addresses and strides, leading axes, and NaN beside used scales."""
     views = []
     for x, first in zip(p.operands, (offset, 1, offset, 2), strict=True):
         other = 127 if x.dtype == np.int8 else np.nan
@@ -150,21 +147,26 @@ def amid_others(p: Product, offset: int, **more: Any) -> Product:
     return q.but(**{n: getattr(q, n).reshape(2, 17, -1) for n in ("a", "a_scales")})
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("offset", [1, 4])
-def test_operands_amid_others(offset: int) -> None:
-    p = product(6, (34, 33, 200), outliers=8)
-    q = amid_others(p, offset, outliers=(p.outliers[0].reshape(2, 17, 8), p.outliers[1]))
-    c = q.run(backend="interpret", tiles=SMALL)
-    assert c.shape == (2, 17, 33) and p.share_of_bound(c.reshape(34, 33)) <= 1
+def test_operands_amid_others(offset: int, strategy: str) -> None:
+    n, outliers = (33, 8) if strategy == "block" else (36, 0)
+    p = product(6, (34, n, 200), outliers=outliers, strategy=strategy)
+    pair = p.outliers and (p.outliers[0].reshape(2, 17, 8), p.outliers[1])
+    c = amid_others(p, offset, outliers=pair).run(backend="interpret", tiles=SMALL)
+    assert c.shape == (2, 17, n) and p.share_of_bound(c.reshape(34, n)) <= 1
+    assert outliers or c.tobytes() == p.mirror().tobytes()
 
 
-def test_a_scale_that_is_nan_poisons_what_it_belongs_to() -> None:
-    p = product(7, (33, 140, 256))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_scale_that_is_nan_poisons_what_it_belongs_to(strategy: str) -> None:
+    p = product(7, (33, 140, 256), strategy=strategy)
     a_scales, b_scales = p.a_scales.copy(), p.b_scales.copy()
-    a_scales[3, 1] = b_scales[1, 0] = np.nan
+    line, columns = (1, slice(128, None)) if strategy == "block" else (77, 77)
+    a_scales[3, -1] = b_scales[line, 0] = np.nan
     q = p.but(a_scales=a_scales, b_scales=b_scales)
     expected = p.mirror()
-    expected[3], expected[:, 128:] = np.nan, np.nan
+    expected[3], expected[:, columns] = np.nan, np.nan
     for backend in ("mirror", "interpret"):
         tiles = SMALL if backend == "interpret" else None
         np.testing.assert_array_equal(q.run(backend=backend, tiles=tiles), expected)
@@ -199,51 +201,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
 
 
 # ---- what is compiled ----------------------------------------------------------------------------
-
-
-def planned(m: int, n: int, k: int, out_dtype: str = "float16", **options):  # type: ignore[no-untyped-def]
-    blocks, lines = -(-k // BLOCK_SIZE), -(-n // BLOCK_SIZE)
-    if options.pop("strategy", "block") == "channel":
-        blocks, lines = 1, n
-    if options.pop("outliers", False):
-        of_16 = (Operand.contiguous((s, 64), 2) for s in (m, n))
-        options["outliers"] = OutlierOperands(*of_16, "bfloat16")
-    operands = ProductOperands(
-        Operand.contiguous((m, k), 1), Operand.contiguous((m, blocks), 4),
-        Operand.contiguous((n, k), 1), Operand.contiguous((lines, blocks), 4),
-        Operand.contiguous((m, n), STORAGE[out_dtype].itemsize),
-        bias=Operand.contiguous((n,), STORAGE[x].itemsize) if (x := options.get("bias")) else None,
-    )  # fmt: skip
-    copied = {"a": operands.a, "b": operands.b}
-    if (beside := options.get("outliers")) is not None:
-        copied |= {"a_16": beside.a_16, "b_16": beside.b_16}
-    how = {name: options.pop(name) for name in ("tiles", "arch") if name in options}
-    return plan_gemm(
-        settle_gemm(copied, operands.strategy, **how), operands, out_dtype, **options
-    )
-
-
-@pytest.mark.parametrize(
-    ("tiles", "arch"),
-    [
-        pytest.param(
-            tiles, arch, id=f"{tiles.block_m}x{tiles.block_n}-{arch}",
-            marks=[] if (tiles, arch) == (PORTABLE_TILES[0], "sm_80") else [pytest.mark.slow],
-        )
-        for tiles in PORTABLE_TILES
-        for arch in architectures.ARCHITECTURES
-        if arch in ("sm_80", "sm_90") or tiles is PORTABLE_TILES[0]
-    ],
-)  # fmt: skip
-def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str) -> None:
-    if arch not in target.supported_architectures():
-        pytest.skip(f"this NVRTC does not know {arch}")
-    for options in ({"bias": "bfloat16", "activation": "gelu"}, {"outliers": True}):
-        (one,) = planned(4096, 4096, 4096, tiles=tiles, **options).launches
-        binary = kc.build(one.module, arch)
-        taken = binary.kernels["gemm_int8"]
-        assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
-        devices.check_shared_memory(binary.smem_bytes, 99 * 1024, str(one.module))
 
 
 @given(st.integers(1, 20_000), st.integers(1, 20_000))

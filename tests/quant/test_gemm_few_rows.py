@@ -1,4 +1,4 @@
-"""The race of tiles for products of few rows: it runs in small, and its tables say what it saw."""
+"""The race of tiles for products of few rows: a run at a small size, and its tables."""
 
 from __future__ import annotations
 

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import modules as kc
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops.gemm import GEMM, GemmSettings
 from cupyattn.ops.operation import problem_of
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, settle_gemm
+from cupyattn.problem.gemm_form import settle_gemm
 from cupyattn.quant.activation import GLU
 from cupyattn.quant.blocks import STRATEGIES, scale_shape
 from cupyattn.reference.gemm import activate
@@ -25,7 +23,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, product, run
 
 SMALL = GemmTiles(block_m=32, block_n=32, num_warps=2, num_stages=2)
-#: Of columns enough that all lanes of a warp store together.
+#: Tiles with enough columns that all lanes of a warp store together.
 WIDE = GemmTiles(32, 128, num_warps=2, num_stages=2)
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
 #: Blocks that share a tile add up single fragments: rows g of both halves, or rows g + 8.
@@ -167,42 +165,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     put_a_line_in_place(*THEFTS[theft], tmp_path, monkeypatch)
     p = product(8, (40, 2 * 136, 256), out_dtype="float32", bias=True, activation="swiglu")
     assert p.share_of_bound(run(p, SMALL)) > 10
-
-
-#: Bytes that scales and bias of both halves spill where blocks share the last tiles, once a tile.
-SPILLED_IN_TAILS = 12
-
-
-@pytest.mark.parametrize("half", [4096, 4064], ids=["whole blocks", "straddling"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    ("tiles", "arch"),
-    [
-        pytest.param(
-            tiles, arch, id=f"{tiles.block_m}x{tiles.block_n}-{arch}",
-            marks=[] if tiles == HOPPER_TILES[0] else [pytest.mark.slow],
-        )
-        for tiles, arch in (
-            *((t, "sm_90a") for t in HOPPER_TILES), *((t, "sm_80") for t in PORTABLE_TILES),
-        )
-    ],
-)  # fmt: skip
-def test_default_tiles_spill_nothing(tiles, arch, strategy, half) -> None:
-    if half % 128 and strategy == "block" and tiles.block_n > 128:
-        pytest.skip("not chosen: test_tiles_of_256_columns_are_not_chosen_for_three_scales")
-    m, n, k = 4096, 2 * half, 4096
-    of_rows = (m, 1 if strategy == "channel" else k // 128)
-    scales = [Operand.contiguous(s, 4) for s in (of_rows, scale_shape((n, k), 128, strategy))]
-    a, b = (Operand.contiguous((rows, k), 1) for rows in (m, n))
-    c, bias = Operand.contiguous((m, half), 2), Operand.contiguous((n,), 2)
-    at = ProductOperands(a, scales[0], b, scales[1], c, bias=bias)
-    options = {"arch": arch} if arch == "sm_90a" else {}
-    settled = settle_gemm({"a": a, "b": b}, strategy, activation="geglu", tiles=tiles, **options)
-    plan = plan_gemm(settled, at, "bfloat16", bias="bfloat16", activation="geglu")
-    (taken,) = kc.build(plan.launches[0].module, arch).kernels.values()
-    spilled = SPILLED_IN_TAILS if strategy == "channel" and tiles.tail_splits > 1 else 0
-    assert max(taken.spill_stores, taken.spill_loads) <= spilled
-    assert taken.stack <= 16 * bool(spilled)
 
 
 def test_tiles_of_256_columns_are_not_chosen_for_three_scales() -> None:

@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
-from cupyattn.arrays.operand import Operand
-from cupyattn.compiler import modules as kc
 from cupyattn.kernels.tiles import GemmTiles
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
-from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, settle_gemm
 from cupyattn.quant.activation import ACTIVATIONS
-from cupyattn.quant.blocks import STRATEGIES, scale_shape
+from cupyattn.quant.blocks import STRATEGIES
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.gemm_cases import REGIMES, Product, product, run
@@ -101,7 +97,7 @@ def test_the_kernel_is_the_mirror_to_the_bit(strategy, shape, tiles, out_dtype, 
 @pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gate_of_float32_keeps_its_digits(strategy: str, out_dtype: str) -> None:
-    """As models with modulation in float32 have it; odd addresses of the gate included."""
+    """Models with modulation in float32 have such gates; the gate also has odd addresses."""
     p = product(6, (36, 46, 200), out_dtype=out_dtype, bias=True, strategy=strategy, gates=2)
     wide = np.full((2, 60), np.nan, np.float32)
     for first in (0, 3, 4):
@@ -114,7 +110,7 @@ def test_a_gate_of_float32_keeps_its_digits(strategy: str, out_dtype: str) -> No
 
 
 def test_residuals_amid_others() -> None:
-    """Leading axes, strides and odd addresses, NaN beside what is read."""
+    """Leading axes, strides and odd addresses, with NaN beside the numbers that are read."""
     p = product(4, (34, 33, 200), out_dtype="float16", strategy="channel", gates=2)
     residual, gate = (np.full((len(x), 70), np.nan, np.float16) for x in (p.residual, p.gate))
     residual[:, 1:34], gate[:, 3:36] = p.residual, p.gate
@@ -144,33 +140,6 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     put_a_line_in_place(SOURCE, line, instead, tmp_path, monkeypatch)
     p = product(8, (40, 40, 392), out_dtype="float16", strategy="channel", gates=2)
     p.check_theft(lambda: run(p, WIDE), finding)
-
-
-@pytest.mark.parametrize(
-    ("tiles", "arch", "strategy"),
-    [
-        pytest.param(
-            tiles, arch, strategy, id=f"{tiles.block_m}x{tiles.block_n}-{arch}-{strategy}",
-            marks=[] if (tiles, strategy) == (HOPPER_TILES[0], "block") else [pytest.mark.slow],
-        )
-        for tiles, arch in (
-            *((t, "sm_90a") for t in HOPPER_TILES[:4]), *((t, "sm_80") for t in PORTABLE_TILES),
-        )
-        for strategy in STRATEGIES
-    ],
-)  # fmt: skip
-def test_default_tiles_spill_nothing(tiles: GemmTiles, arch: str, strategy: str) -> None:
-    m = n = k = 4096
-    of_rows = (m, 1 if strategy == "channel" else k // 128)
-    scales = [Operand.contiguous(s, 4) for s in (of_rows, scale_shape((n, k), 128, strategy))]
-    codes, c = Operand.contiguous((m, k), 1), Operand.contiguous((m, n), 2)
-    gate, bias = Operand.contiguous((2, n), 2), Operand.contiguous((n,), 2)
-    at = ProductOperands(codes, scales[0], codes, scales[1], c, c, gate, bias)
-    options = {"arch": arch} if arch == "sm_90a" else {}
-    settled = settle_gemm({"a": codes, "b": codes}, at.strategy, tiles=tiles, **options)
-    plan = plan_gemm(settled, at, "bfloat16", bias="bfloat16", activation="gelu")
-    (taken,) = kc.build(plan.launches[0].module, arch).kernels.values()
-    assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
 
 
 # ---- the layer -----------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES, choose_tiles, on_hopper
 from cupyattn.quant.activation import ACTIVATIONS, MOST_SPLITS
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import REGIMES, product, run
-from tests.quant.test_gemm import planned
+from tests.quant.gemm_cases import REGIMES, planned, product, run
 from tests.support.marks import slow_unless
 
 TWO = GemmTiles(32, 32, num_warps=2, num_stages=2, splits=2)
@@ -82,7 +81,7 @@ def test_the_mirror_holds_its_bound(
 
 
 def test_no_term_meets_more_roundings_than_in_one_chain() -> None:
-    """What the bound of G2 rests on: a part's chain and the sums behind it, first to last part."""
+    """The basis of the bound of G2: a part's chain and the sums after it, first to last part."""
     for slices in range(1, 200):
         for splits in range(1, min(slices, MOST_SPLITS) + 1):
             ends = [rank * slices // splits for rank in range(splits + 1)]

@@ -15,8 +15,7 @@ from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.gemm_form import HOPPER_TILES, choose_tiles, tiles_alone, where_shared
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.gemm_cases import product
-from tests.quant.test_gemm import planned
+from tests.quant.gemm_cases import planned, product
 from tests.support.marks import slow_unless
 
 #: Two blocks, and four, to a tile of the last wave.

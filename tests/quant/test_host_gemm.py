@@ -1,4 +1,4 @@
-"""What the host does for INT8 products on CuPy arrays, with no device, as test_host_calls.py."""
+"""The host's part of INT8 products on CuPy arrays, without a device, like test_host_calls.py."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_differs_is_another_call(host: Host) -> None:
 
 
 def test_what_is_copied_is_copied_by_each_call(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy of one call is not that of the next, which is known all the same."""
+    """Each call makes a separate copy, and the second call is known all the same."""
     copies: list[Any] = []
 
     def copied(x: Any) -> Any:

@@ -28,7 +28,7 @@ from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 from tests.support.runs import bits, normal, packed, sequences
 
-#: By the rung that takes them: one scale for many rows and one for few, V in codes as well.
+#: Configurations by rung: one scale for many rows and one for few, V in codes as well.
 CONFIGS = {
     "fa_int8": QuantConfig("head", "block", qk_bits=4),
     "fa_int8@sm90": QuantConfig(qk_bits=4),
@@ -51,7 +51,7 @@ def test_what_is_packed_comes_back(head_dim: int) -> None:
 
 
 def run_unpack(halves: np.ndarray, head_dim: int) -> np.ndarray:
-    """What ``unpack.cu`` makes of it."""
+    """Return the result of ``unpack.cu``."""
     found = np.full((*halves.shape[:3], -(-head_dim // 16) * 16), 99, np.int8)
     made = unpack.plan_unpack(Operand.of(halves), head_dim)
     interpret.run(made, {"nibbles": halves, "codes": found})

@@ -85,7 +85,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_codes_of_keys_serve_any_queries(name: str) -> None:
-    """The codes are those of quantising all three, and K and V are not quantised again."""
+    """The codes equal codes of all three together, and K and V are not quantised again."""
     quant = CONFIGS[name]
     whole, kv = ca.quantize(**QKV, quant=quant), ca.quantize_kv(K, V, quant=quant)
     assert kv.len_q == 0 and kv.len_kv == 20

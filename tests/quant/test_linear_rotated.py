@@ -115,7 +115,7 @@ def test_a_rotation_is_undone(rotate: str) -> None:
 
 
 def test_contiguous_groups_are_neighbours() -> None:
-    """One channel reaches those of its own 256 neighbours, and with spread groups all of a row."""
+    """One channel reaches its 256 neighbours, and with spread groups the whole row."""
     one = np.zeros((1, 1024))
     one[0, 300] = 16.0
     near = rotation.gathered(rotation.rotated(one, rotation.CONTIGUOUS))

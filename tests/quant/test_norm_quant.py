@@ -156,7 +156,7 @@ def test_without_steps_it_is_act_quant() -> None:
 def test_a_number_that_is_not_finite_poisons_its_row_alone(
     value: float, rotate: str | None, backend: str
 ) -> None:
-    """So does one whose square is not: never finite garbage."""
+    """A number whose square is not finite does the same: results are never finite but wrong."""
     x = np.random.default_rng(7).standard_normal((3, 256)).astype(np.float32)
     clean = ca.norm_quant(x, norm="rms", rotate=rotate)
     x[1, 9] = value
@@ -250,7 +250,7 @@ MISTAKES = {
 def test_a_mistake_of_the_kernel_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the interpreter, which sees hazards and what is written past the end, or by the bits."""
+    """The interpreter finds hazards and writes past the end; the bits show the rest."""
     line, instead, case_name = MISTAKES[name]
     put_a_line_in_place("linear/norm_quant.cu", line, instead, tmp_path, monkeypatch)
     try:

@@ -1,4 +1,4 @@
-"""A product begins while its codes are made: what it reads before it waits, and its launch."""
+"""A product begins while its codes are made: its reads before the wait, and its launch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_status(status: int) -> None:
 
 
 def test_the_driver_gets_what_an_ordinary_launch_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grid, block, stream and parameters; what it refuses is told as of any launch."""
+    """Grid, block, stream and parameters; its errors are reported as for any launch."""
     settings, arrays = layers("channel", "sm_90a")
     _, first, _ = LAYERS.plan(problem_of(LAYERS, settings, arrays)).plans
     (one,) = first.launches
@@ -150,7 +150,7 @@ def test_the_driver_gets_what_an_ordinary_launch_gives_it(monkeypatch: pytest.Mo
 def test_a_layer_is_interpreted_as_models_launch_it(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plain call of `Int8Linear`, and on NumPy: what it gives, and that it needs the wait."""
+    """A plain call of `Int8Linear`, and one on NumPy: the result, and the need for the wait."""
     rng = np.random.default_rng(2)
     x = rng.standard_normal((3, 5, 144)).astype(np.float16)
     given: dict[str, Any] = {"bias": rng.standard_normal(64).astype(np.float32)}

@@ -1,4 +1,4 @@
-"""`QuantizedQKV` of packed sequences: each is what `quantize` makes of it alone."""
+"""`QuantizedQKV` of packed sequences: each sequence equals `quantize` of it alone."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_prepared_call_takes_others_of_the_same_form() -> None:
             expected = attention_varlen(one, backend=backend, return_lse=True)
             assert [bits(x) for x in prepared(one)] == [bits(x) for x in expected]
     longer, _, _ = made(lengths=((28, 180), *[(0, 0)] * 5))
-    with pytest.raises(ValueError, match="max_len_q=20 is less than that of the QuantizedQKV, 28"):
+    with pytest.raises(ValueError, match="max_len_q=20 is less than the limit of the Quantized"):
         plan(z)(longer)
     roomy = plan(z, max_len_q=28, max_len_k=180)
     assert bits(roomy(longer)) == bits(attention_varlen(longer))
@@ -212,7 +212,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         (lambda: attention_mirror(z, variant="fa_int8"), ValueError, "one sequence at a time"),
         (
             lambda: bounds.attention(None, None, None, variant="fa_int8", quantized=z), ValueError,
-            "one sequence at a time: those that QuantizedQKV.sequences() yields",
+            "one sequence at a time: give the records of QuantizedQKV.sequences()",
         ),
         (lambda: replace(z, max_len_q=19), ValueError, "max_len_q=19 is less than the longest"),
         (lambda: replace(z, cu_seqlens_k=None), ValueError, "go together, got max_len_q=20"),

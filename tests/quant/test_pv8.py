@@ -6,6 +6,7 @@ too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.testing import verdict
 from tests.quant import pv8_cases
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
-from tests.support.runs import ADDED, bits, normal, packed, sequences
+from tests.support.runs import ADDED, bits, check_each_alone, normal, packed
 
 GRANULARITIES_V = ("channel", "block")
 REGIMES = ("normal", "outlier channel", "constant rows", "subnormal", "signed zeros", "wide")
@@ -226,7 +227,7 @@ def test_the_bound_is_a_tenth_of_the_output() -> None:
 
 
 def test_values_with_a_bias_need_their_mean() -> None:
-    """A sum of codes divides what it is part of, so the bias itself is kept; V's steps are wide."""
+    """A sum of codes is divided by its weights, so the bias itself is kept; V's steps are wide."""
     q, k, v = (x.astype(np.float32) for x in normal((1, 2, 32, 64), (1, 2, 256, 64)))
     v = v + np.float32(100)
     exact = attention_exact(q, k, v)
@@ -450,15 +451,12 @@ def test_tiles_that_do_not_fit_are_refused() -> None:
 def test_packed_sequences_have_codes_of_their_own(quant: QuantConfig, backend: str) -> None:
     """Empty ones, one that takes two lots of 128 codes, and one that begins amid such a lot."""
     inputs, ends = packed(((5, 38), (0, 9), (3, 0), (20, 150)), 1, 1, 16)
-    given: dict[str, Any] = {"variant": "fa_int8", "quant": quant, "backend": backend}
-    given["tiles"] = TILES
-    o, lse = attention_varlen(*inputs, *ends, return_lse=True, causal=True, **given)
-    for rows, one in sequences(inputs, ends):
-        if rows.start == rows.stop:
-            continue
-        expected, expected_lse = attention(*one, return_lse=True, causal=True, **given)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
-        assert bits(lse[:, rows]) == bits(expected_lse), rows
+    given: dict[str, Any] = {
+        "variant": "fa_int8", "quant": quant, "backend": backend, "tiles": TILES, "causal": True,
+        "return_lse": True,
+    }  # fmt: skip
+    found = attention_varlen(*inputs, *ends, **given)
+    check_each_alone(found, inputs, ends, functools.partial(attention, **given))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_constants_are_those_of_the_kernel() -> None:
 @pytest.mark.parametrize("length", [1024, 4096])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_error_is_a_fiftieth(length: int, head_dim: int) -> None:
-    """And beyond that of scales by tile, whose codes of P use all of their range."""
+    """It exceeds the error of scales by tile, whose codes of P use their whole range."""
     q, k, v = normal((1, 1, 64, head_dim), (1, 1, length, head_dim))
     z = quantize(q, k, v, quant=CHANNEL, backend="mirror")
     exact = attention_exact(q, k, v)

@@ -1,4 +1,4 @@
-"""quantize*.cu without a GPU: they compile, spill nothing, and take what is packed."""
+"""quantize*.cu without a GPU: they compile, do not spill, and accept packed sequences."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_slices_fill_the_device_and_cover_every_row(heads: int, length: int) -> 
 
 
 def pieces_of(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    """Yield (what is done, operand, block of it) of the blocks of a launch, in their order."""
+    """Yield (task, operand, block of the operand) of the blocks of a launch, in their order."""
     (launch,) = plan.launches
     turn = launch.params[3][1]
     operands = [(name, launch.params["qkv".index(name)][1]) for name in "vkq"]

@@ -169,7 +169,7 @@ def test_the_record_is_frozen() -> None:
 
 
 def test_given_scales_become_operands_of_one_form() -> None:
-    """Scales of one head or entry as those of all; numbers are arrays of one."""
+    """Scales of one head or entry are repeated for all; numbers become arrays of one element."""
     q = np.zeros((2, 4, 8, 16), np.float16)
     heads = np.linspace(0.1, 0.4, 4, dtype=np.float32).reshape(1, 4, 1)
     quant = QuantConfig("head", "tensor", scales=(heads, 0.5))

@@ -22,7 +22,7 @@ from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support.marks import slow_unless
 
 TILES = Tiles(64, 64, 4, 2)
-#: One for each step of a launch, and those that share its code in another way.
+#: One case for each step of a launch, and cases that share its code in another way.
 CONFIGS = (
     QuantConfig(pv="int8"),
     QuantConfig("head", "head", "channel", pv="int8"),
@@ -143,7 +143,7 @@ def test_packed_sequences_without_rows_and_of_several_slices() -> None:
 def test_codes_before_the_sums_of_their_head_are_a_race(
     file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits for whom is seen to be needed: without it the interpreter has a finding."""
+    """The wait is necessary: without it the interpreter has a finding."""
     changed = Path(shutil.copytree(KERNELS, tmp_path / "kernels")) / file
     lines = changed.read_text().splitlines()
     (number,) = (i for i, text in enumerate(lines) if text.startswith(line))

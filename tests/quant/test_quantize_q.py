@@ -21,7 +21,7 @@ HOPPER: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90a", "backend": "in
 FP8 = QuantConfig("token", "block", pv="fp8", granularity_v="channel")
 CONFIGS = {**choose.QUANT, "fp8": FP8, "by tile": QuantConfig(pv="int8")}
 
-#: Codes are then made over those of the tile before.
+#: Codes then overwrite the codes of the last tile.
 pytestmark = pytest.mark.usefixtures("one_block")
 
 
@@ -77,7 +77,7 @@ def test_rows_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_sequences(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box of rows brings those of the next sequence: they are nothing to this one."""
+    """A box of rows includes rows of the next sequence, which must have no influence."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(n, 2, 64)).astype(np.float16) for n in (110, 110, 110))
     q[71:90] *= 100  # rows of the second sequence, behind those of the first in its last tile

@@ -5,6 +5,7 @@ Whole calls (`tests.support.runs.RUNGS`) and the tests of every form run it, too
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cupyattn.reference.exact import attention_exact
 from cupyattn.strategies import attention_inputs
 from cupyattn.testing.verdict import judge
 from tests.faults.fault_patches import put_a_line_in_place
-from tests.support.runs import bits, normal, packed, sequences
+from tests.support.runs import check_each_alone, normal, packed
 
 SOURCE = "forms/attn_fa_int8_v8.cu"
 V8 = QuantConfig(pv="int8", p_type="16bit")
@@ -123,14 +124,9 @@ def test_packed_sequences_are_taken_as_each_alone(backend: str, dtype: str) -> N
     """Empty ones, one of two lots of 128 codes; a row without keys is 0."""
     inputs, ends = packed(((5, 38), (0, 9), (3, 0), (2, 130)), 1, 1, 16, dtype)
     given: dict[str, Any] = {"variant": "fa_int8", "quant": V8, "tiles": TILES, "causal": True}
-    given["backend"] = backend
-    o, lse = attention_varlen(*inputs, *ends, return_lse=True, **given)
-    for rows, one in sequences(inputs, ends):
-        if rows.start == rows.stop:
-            continue
-        expected, expected_lse = attention(*one, return_lse=True, **given)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
-        assert bits(lse[:, rows]) == bits(expected_lse), rows
+    given |= {"backend": backend, "return_lse": True}
+    found = attention_varlen(*inputs, *ends, **given)
+    check_each_alone(found, inputs, ends, functools.partial(attention, **given))
 
 
 @pytest.mark.parametrize(

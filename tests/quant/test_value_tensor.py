@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.testing.verdict import judge
 from tests.quant.test_quantize_interpret import assert_equal, assert_means
 from tests.support.marks import slow_unless
-from tests.support.runs import bits, normal, packed, sequences
+from tests.support.runs import bits, check_each_alone, normal, packed
 
 TILES = Tiles(64, 64, 4, 2)
-#: Of each kind of codes of V.
+#: Configurations of each kind of codes of V.
 CONFIGS = (
     QuantConfig(pv="int8", granularity_v="tensor"),
     QuantConfig("tensor", "tensor", "tensor", pv="int8", symmetric=False),
@@ -70,14 +71,11 @@ def test_one_scale_errs_more_than_one_for_each_channel() -> None:
 def test_each_packed_sequence_has_a_scale_of_its_own(backend: str) -> None:
     arrays, ends = packed(((5, 38), (0, 9), (3, 0), (4, 40)), 2, 2, 16)
     arrays[2][38:47] *= 8
-    given: dict[str, Any] = {"variant": "fa_int8", "quant": CONFIGS[0], "backend": backend}
-    o, lse = attention_varlen(*arrays, *ends, return_lse=True, **given)
-    for rows, one in sequences(arrays, ends):
-        if rows.start == rows.stop:
-            continue
-        expected, expected_lse = attention(*one, return_lse=True, **given)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
-        assert bits(lse[:, rows]) == bits(expected_lse), rows
+    given: dict[str, Any] = {
+        "variant": "fa_int8", "quant": CONFIGS[0], "backend": backend, "return_lse": True
+    }  # fmt: skip
+    found = attention_varlen(*arrays, *ends, **given)
+    check_each_alone(found, arrays, ends, functools.partial(attention, **given))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +14,10 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
-from cupyattn.interpret import KernelFault
 from cupyattn.ops.weights import MOST_BLOCK
 from cupyattn.plans.weights import plan_weight_blocks
-from tests.faults.fault_patches import put_a_line_in_place
-from tests.quant.quant_inputs import DTYPES, operand
+from tests.faults.fault_patches import check_found, put_a_line_in_place
+from tests.quant.quant_inputs import DTYPES, operand, same_bytes
 from tests.support.marks import slow, slow_unless
 
 F16, BF16, F32 = DTYPES
@@ -27,12 +27,6 @@ def weight(dtype: np.dtype, shape: tuple[int, ...], regime: str = "wide") -> np.
     """Return a matrix (out, in), or (out, in, ...) of the same numbers."""
     flat = (shape[0], int(np.prod(shape[1:])))
     return operand(7, dtype, (1, 1, *flat), regime)[0, 0].reshape(shape)
-
-
-def same_bytes(found: tuple[np.ndarray, ...], expected: tuple[np.ndarray, ...]) -> bool:
-    return [(a.shape, a.dtype, a.tobytes()) for a in found] == [
-        (a.shape, a.dtype, a.tobytes()) for a in expected
-    ]
 
 
 # ---- bits ----------------------------------------------------------------------------------------
@@ -45,7 +39,7 @@ CASES = {
     "whole": (BF16, (128, 128), 128), "a row": (F32, (1, 300), 128), "a column": (F16, (300, 1), 7),
     "a convolution": (F16, (20, 5, 3, 4), 16), "odd blocks": (F32, (100, 90), 45),
 }  # fmt: skip
-#: Those that are fast stand for the others.
+#: Fast cases, which represent the others.
 SLOW = ("a row", "a column", "whole", "odd blocks", 1)
 
 
@@ -150,12 +144,8 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch: pytest.Mo
     w = weight(F32, (120, 90), "outlier channel")
     w[:16] /= 8  # which the first warp reads
     block = 45 if "lanes" in theft else 64  # rows of 45 leave 6 of 96 threads without one
-    if finding:
-        with pytest.raises(KernelFault, match=finding):
-            ca.weight_quant(w, block, backend="interpret")
-    else:
-        found = ca.weight_quant(w, block, backend="interpret")
-        assert not same_bytes(found, ca.weight_quant(w, block))
+    found = functools.partial(ca.weight_quant, w, block)
+    check_found(lambda: not same_bytes(found(backend="interpret"), found()), finding)
 
 
 # ---- plans ---------------------------------------------------------------------------------------
@@ -193,7 +183,7 @@ def test_a_weight_is_one_launch_without_spills(dtype: np.dtype, form: tuple[int,
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 def test_threads_fit_every_size_of_block(dtype: np.dtype) -> None:
-    """What the kernel asserts, and that a thread takes 16 accesses at most."""
+    """The kernel's assertions hold, and a thread makes at most 16 accesses."""
     for block in range(1, MOST_BLOCK + 1):
         for columns in {block * n for n in (1, 2, 4, 8)}:
             found = plan(dtype, (300, columns), block)

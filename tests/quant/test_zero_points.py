@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -37,13 +38,13 @@ from cupyattn.reference.quantize import quantize_mirror
 from cupyattn.testing import verdict
 from tests.kernels.test_kernels_compile import LATE
 from tests.quant.quant_inputs import DTYPES, operand
-from tests.support.runs import ADDED, bits, normal, packed, sequences
+from tests.support.runs import ADDED, bits, check_each_alone, normal, packed
 
 TILES = Tiles(64, 32, 4, 2)
 REGIMES = (
     "normal", "outlier channel", "constant rows", "subnormal", "signed zeros", "huge", "wide",
 )  # fmt: skip
-#: How the numbers lie about 0.
+#: Positions of the numbers relative to 0.
 SHAPES = ("both sides", "above", "below", "spike", "far above")
 #: docs/MATH_REFERENCE.md [L15].
 HALF_STEP = 0.5 * (1 + 2.0**-12)
@@ -372,19 +373,16 @@ def test_packed_sequences_have_zero_points_of_their_own(granularity) -> None:
     inputs, ends = packed(((5, 9), (0, 7), (35, 40)), 4, 2)
     inputs = tuple(a + np.float16(1) for a in inputs)
     quant = QuantConfig(granularity, granularity, symmetric=False, smooth_k=False)
-    given = {"variant": "fa_int8", "quant": quant, "return_lse": True, "causal": True}
-    o, lse = attention_varlen(*inputs, *ends, backend="interpret", **given)
-    for rows, one in sequences(inputs, ends):
-        if rows.start == rows.stop:
-            continue
-        own, own_lse = attention(*one, backend="interpret", **given)
-        assert bits(o[rows].swapaxes(0, 1)) == bits(own[0]) and bits(lse[:, rows]) == bits(
-            own_lse[0]
-        )
+    given = {
+        "variant": "fa_int8", "quant": quant, "return_lse": True, "causal": True,
+        "backend": "interpret",
+    }  # fmt: skip
+    found = attention_varlen(*inputs, *ends, **given)
+    check_each_alone(found, inputs, ends, functools.partial(attention, **given))
 
 
 def test_numbers_on_one_side_cost_half_as_much() -> None:
-    """What zero points are for: an error of V, whose numbers are all above 0, is halved."""
+    """Zero points halve the error of V if all of its numbers are above 0."""
     q, k, v = normal((1, 2, 64, 64), (1, 2, 256, 64), "float32")
     v = np.abs(v)
     error = {}

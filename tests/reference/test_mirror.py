@@ -233,7 +233,7 @@ def test_trace_holds_together(problem: Problem, tiles: Tiles, variant: str) -> N
 
 
 def mask_of(problem: Problem, q: Any) -> Any:
-    """Which (row, key) pairs meet, for every head."""
+    """Return the admitted (row, key) pairs of every head."""
     return np.broadcast_to(problem.admitted(), (*q.shape[:3], problem.len_kv))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import cupyattn as ca
 
-#: Operands of one value, by what it is.
+#: Operands filled with one value, by the kind of value.
 VALUES = {"largest": None, "inf": np.inf, "nan": np.nan, "subnormal": 1e-40, "zero": 0.0}
 TYPES = {
     "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16),

@@ -1,5 +1,4 @@
-"""Settings that are equal in Python but of other types: what a call does with them depends on
-nothing that was called before."""
+"""Settings that are equal in Python but of other types: earlier calls do not change the result."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.runtime.test_host_calls import SHAPES, Driver, array, driver  # noqa:
 
 cupy = pytest.importorskip("cupy")
 
-#: By setting: a value, and one that is equal to it and refused.
+#: For each setting a value, and an equal value that is refused.
 REFUSED: dict[str, tuple[Any, Any]] = {
     "causal": (True, 1), "return_lse": (False, 0), "check_finite": (False, 0.0),
     "rope_interleaved": (False, 0), "window": ((3, 1), (3.0, 1.0)), "scale": (1.0, 1 + 0j),
@@ -77,7 +76,7 @@ CALLS_BY_NAME: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, Any]]]] 
 
 
 def outcome(call: Callable[..., Any], **options: Any) -> str:
-    """What a call raises, or how many arrays it returns."""
+    """Return the exception of a call, or the number of its results."""
     try:
         found = call(**options)
     except (TypeError, ValueError) as error:
@@ -149,7 +148,7 @@ def test_threads_get_the_same_settings() -> None:
 
 
 class Odd:
-    """What is no number, and can be seen to go."""
+    """An object that is no number, whose deletion can be observed."""
 
 
 def is_dropped(make: Callable[[], Any], call: Callable[[Any], Any]) -> bool:
@@ -196,7 +195,7 @@ def test_scales_of_a_refused_call_are_not_kept() -> None:
 def test_other_scales_of_the_same_forms_are_no_other_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Numbers and arrays, of attention and of quantising; what is made keeps the caller's own."""
+    """Numbers and arrays, of attention and of quantising; results keep the caller's scales."""
     monkeypatch.setattr(cupy.cuda.runtime, "memcpyAsync", lambda *_: None)
     monkeypatch.setattr(cupy.ndarray, "__setitem__", lambda *_: None)
     CALLS.clear()

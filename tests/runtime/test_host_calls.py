@@ -1,4 +1,4 @@
-"""What the host does for a call on CuPy arrays, with no device: parameters, streams, refusals.
+"""The host's part of a call on CuPy arrays, without a device: parameters, streams, refusals.
 
 The arrays are CuPy's own, over memory of the host; only the driver's launch is a stand-in, which
 reads the parameters as the driver would. That kernels get the right results from them is tested in
@@ -47,7 +47,7 @@ CASES = [*((rung, "sm_90") for rung in VARIANTS), ("fa_tc", "sm_90a")]
 
 
 def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> Any:
-    """A CuPy array over memory that nobody reads or writes."""
+    """A CuPy array over memory that is never read or written."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     held = np.zeros(size + 16, np.uint8)
     start = address or held.ctypes.data + -held.ctypes.data % 16
@@ -57,8 +57,8 @@ def array(shape: tuple[int, ...], dtype: str = "float16", address: int = 0) -> A
 
 @dataclass
 class Done:
-    """What was launched: kernel, stream, its parameters' bytes; and what was filled: address, with
-    what, bytes, stream.
+    """Records of launches (kernel, stream, bytes of parameters) and of fills (address, value,
+    bytes, stream).
     """
 
     launches: list[tuple[str, int, list[bytes]]] = field(default_factory=list)
@@ -162,7 +162,7 @@ def encoded(address: int, *_: Any) -> np.ndarray:
 
 
 def check(driver: Driver, made: list[Plan], known: dict[str, Any]) -> None:
-    """What was launched are the plans' launches, with the addresses of the arrays known."""
+    """Assert that the launches are the plans' launches with the arrays' addresses."""
     expected = [one for p in made for one in p.launches]
     assert [entry for entry, *_ in driver.launches] == [one.entry for one in expected]
     for (_, stream, values), one in zip(driver.launches, expected, strict=True):
@@ -325,7 +325,7 @@ def test_lse_mask_and_packed_sequences_arrive_too(driver: Driver) -> None:
 @pytest.mark.parametrize("form", ["atomic", "deterministic"])
 @pytest.mark.parametrize("arch", ["sm_90", "sm_90a"])
 def test_gradients_get_what_the_plan_says(driver: Driver, form: str, arch: str) -> None:
-    """The first call, and those that are remembered: each with other arrays."""
+    """The first call and remembered calls, each with other arrays."""
     deterministic = form == "deterministic"
     shapes = {"d_out": SHAPES[0], "q": SHAPES[0], "k": SHAPES[1], "v": SHAPES[2], "o": SHAPES[0]}
     for _ in range(3):
@@ -448,7 +448,7 @@ def test_a_v_that_is_converted_is_found_again(
 
 
 def test_scratch_memory_is_one_piece_and_buffers_do_not_meet(driver: Driver) -> None:
-    """What has to be zero lies in front, where one fill reaches it and nothing else."""
+    """Memory that must be zero comes first, where one fill reaches only that."""
     inputs = [array(s) for s in SHAPES]
     quant = QuantConfig(granularity_k="tensor")
     options: dict[str, Any] = {"variant": "fa_int8", "arch": "sm_90", "quant": quant}

@@ -1,5 +1,5 @@
-"""Calls that come again at the same addresses, with no device, as test_host_calls.py: what is
-launched, what is recorded, and what of it is launched in its place.
+"""Repeated calls at the same addresses, without a device, like test_host_calls.py: launches,
+recorded graphs, and graphs launched in their place.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def test_calls_in_turns_that_are_too_many_are_not_recorded_anew(
     driver: Driver,  # noqa: F811
     graphs: replay.Graphs,
 ) -> None:
-    """As many as there are places are replayed in every turn, the others are launched."""
+    """In every turn, as many calls as there are places are replayed, and the others launched."""
     done: list[str] = []
     for _ in range(20):
         for key in "abcd":
@@ -277,7 +277,7 @@ def test_graphs_of_many_launches_take_more_room(
     driver: Driver,  # noqa: F811
     graphs: replay.Graphs,
 ) -> None:
-    """As many as fit are kept; one that is larger than all room never is."""
+    """As many graphs as fit are kept; a graph larger than the whole room never is."""
     for key, launches in (("a", 1), ("b", 1), ("c", 2), ("d", 3)):
         for _ in range(10):
             graphs.launch(key, lambda _: None, 7, launches)

@@ -1,4 +1,4 @@
-"""Rounding by fractions: what PTX's floating-point types hold, written without the package."""
+"""Rounding by fractions to PTX's floating-point types, written without the package."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 from hypothesis import settings
 
-#: As many as Hypothesis would draw: a dozen in each example.
+#: Number of lanes, as Hypothesis would draw: a dozen in each example.
 LANES = 12 * settings.default.max_examples
 
 

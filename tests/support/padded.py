@@ -1,5 +1,4 @@
-"""What tests of padded batches share: batches whose padding is NaN, their entries as if alone, and
-runs that can be judged."""
+"""Code for tests of padded batches: padding of NaN, entries alone, and runs that can be judged."""
 
 from __future__ import annotations
 

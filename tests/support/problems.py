@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from cupyattn import distributions
+from cupyattn import distributions, strategies
 
 
 @dataclass(frozen=True)
@@ -78,3 +79,27 @@ def problems(
         scale=st.none() | st.floats(0.01, 2.0),
         seed=st.integers(0, 2**32 - 1),
     )
+
+
+def drawn_values(
+    data: st.DataObject, lengths: st.SearchStrategy[int], head_dims: Sequence[int], dtype: str,
+    *, batches: int = 1, groups: int = 2,
+) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:  # fmt: skip
+    """Draw q, k and v of one regime of values, and the options of a call without further arrays."""
+    batch = data.draw(st.integers(1, batches))
+    heads_kv, group = (data.draw(st.integers(1, groups)) for _ in range(2))
+    len_q, len_kv = data.draw(lengths), data.draw(lengths)
+    head_dim = data.draw(st.sampled_from(head_dims))
+    inputs = strategies.make_regime(
+        data.draw(st.sampled_from(strategies.REGIMES)),
+        (batch, heads_kv * group, len_q, head_dim),
+        (batch, heads_kv, len_kv, head_dim),
+        dtype,
+        data.draw(st.integers(0, 2**32 - 1)),
+    )
+    options = {
+        "causal": data.draw(st.booleans()),
+        "causal_align": data.draw(st.sampled_from(["bottom-right", "top-left"])),
+        "scale": data.draw(st.none() | st.floats(0.01, 1.0)),
+    }
+    return inputs, options

@@ -1,4 +1,4 @@
-"""What tests of several ranks or threads begin with: threads, and a port."""
+"""Setup of tests of several ranks or threads: threads, and a port."""
 
 from __future__ import annotations
 

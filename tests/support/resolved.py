@@ -1,4 +1,4 @@
-"""How often functions are called, above all what resolves a call."""
+"""Counts the calls of functions, above all of the function that resolves a call."""
 
 from __future__ import annotations
 

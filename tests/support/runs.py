@@ -3,7 +3,7 @@ and buffers with guards around them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -405,6 +405,18 @@ def sequences(inputs: Arrays, ends: Any) -> Iterator[tuple[slice, Arrays]]:
     for pair_q, pair_k in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         rows, keys = slice(*pair_q), slice(*pair_k)
         yield rows, (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+
+
+def check_each_alone(
+    found: tuple[Any, Any], inputs: Arrays, ends: Any, call: Callable[..., tuple[Any, Any]]
+) -> None:
+    """Assert that O and lse of packed sequences have the bits of a call on each of them alone."""
+    o, lse = found
+    for rows, one in sequences(inputs, ends):
+        if rows.start < rows.stop:
+            expected, expected_lse = call(*one)
+            assert bits(o[rows].swapaxes(0, 1)) == bits(expected), rows
+            assert bits(lse[:, rows]) == bits(expected_lse), rows
 
 
 def of_sequence(options: dict[str, Any], number: int, one: Arrays) -> dict[str, Any]:

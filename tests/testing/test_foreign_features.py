@@ -15,7 +15,7 @@ from cupyattn.strategies import attention_inputs
 from cupyattn.testing import assert_within_bound, judge, numerics
 from tests.support.plain_attention import attend
 
-#: Words of the kernel, and what is said of them.
+#: Words of the kernel, and the sentence about them.
 WORDS = (
     {}, {"p": "fp16"}, {"scores": "bf16"}, {"scores": "fp16", "p": "fp16"},
     {"scaled_q": "bf16"}, {"scaled_q": "fp16", "p": "fp16"}, {"scaled_q": "fp32"},
@@ -43,7 +43,7 @@ def ordinary(dtype: str = "float32", seed: int = 3) -> tuple[Any, Any, Any]:
 
 
 SINKS = np.array([0.0, 4.0, 8.0, -4.0], np.float32)
-#: Options of a call, what is done in their place, and the words that are too narrow.
+#: Options of a call, the replacement, and the words that are too narrow.
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the softcap is forgotten": ({"softcap": 1.0}, {"softcap": 0.0}),
     "the softcap is another": ({"softcap": 2.0}, {"softcap": 1.99}),

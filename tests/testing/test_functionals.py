@@ -1,4 +1,4 @@
-"""Sums over the channels of a row hold on right outputs, and see what no element shows."""
+"""Sums over the channels of a row hold on right outputs, and show faults that no element shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge takes what calls take: layouts, lengths of padded entries, packed sequences."""
+"""The judge accepts the inputs of calls: layouts, lengths of padded entries, packed sequences."""
 
 from __future__ import annotations
 

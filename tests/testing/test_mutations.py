@@ -95,3 +95,29 @@ def test_names_are_unique_and_texts_differ() -> None:
 def test_machine_code_has_no_lines() -> None:
     ptx = ".version 8.0\n// why\n.file 1 \"a.cu\"\n.loc 1 2 3\nadd.s32 a, b, c;\n.section .debug\nx"
     assert machine_code(ptx) == ".version 8.0\nadd.s32 a, b, c;"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("fma.rn.f32 \t%f1, %f3, %f2, %f4;", "fma.rn.f32 \t%f1, %f2, %f3, %f4;", True),
+        ("@!%p1 mul.lo.s32 %r1, %r2, -3;", "@!%p1 mul.lo.s32 %r1, -3, %r2;", True),
+        ("setp.ne.s32 %p1, %r2, %r1;", "setp.ne.s32 %p1, %r1, %r2;", True),
+        ("max.f32 %f1, %f3, 0f00000000;", "max.f32 %f1, 0f00000000, %f3;", True),
+        (".minnctapersm 3", ".minnctapersm 1", True),
+        (".maxntid 128, 1, 1", ".maxntid 256, 1, 1", False),
+        ("fma.rn.f32 %f1, %f4, %f3, %f2;", "fma.rn.f32 %f1, %f2, %f3, %f4;", False),
+        ("sub.s32 %r1, %r3, %r2;", "sub.s32 %r1, %r2, %r3;", False),
+        ("setp.lt.s32 %p1, %r2, %r1;", "setp.lt.s32 %p1, %r1, %r2;", False),
+        ("shl.b32 %r1, %r3, %r2;", "shl.b32 %r1, %r2, %r3;", False),
+    ],
+)
+def test_symmetric_operands_have_no_order_in_machine_code(one: str, other: str, same: bool) -> None:
+    assert (machine_code(f"\t{one}\n") == machine_code(f"\t{other}\n")) == same
+
+
+def test_a_constant_that_nothing_reads_is_no_machine_code() -> None:
+    ptx = ".global .align 4 .u32 BYTES = {};\nadd.s32 a, b, c;\n{}"
+    assert machine_code(ptx.format(1, "")) == machine_code(ptx.format(2, ""))
+    read = "ld.global.u32 a, [BYTES];"
+    assert machine_code(ptx.format(1, read)) != machine_code(ptx.format(2, read))

@@ -173,7 +173,7 @@ def test_codes_are_predicted_where_the_tiles_are_those_of_the_call() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_other_tiles_than_those_assumed_are_undecided(name: str) -> None:
-    """Of a caller who names the form alone, the tiles of the call may be others."""
+    """If the caller names only the form, the tiles of the call may differ."""
     call = normal(name, 600)
     own = call.judged["tiles"]
     other = replace(own, block_kv=own.block_kv // 2 if own.block_kv > 32 else 64)

@@ -1,4 +1,4 @@
-"""Signed values: the random bound holds on right outputs, and shows what the certain one hides."""
+"""Signed values: the random bound holds on right outputs, and shows faults that the other hides."""
 
 from __future__ import annotations
 

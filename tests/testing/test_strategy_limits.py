@@ -1,4 +1,4 @@
-"""What `attention_inputs` may be kept from drawing."""
+"""Limits on the draws of `attention_inputs`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge itself: ratios, sampled rows, reports, and what the strategy draws."""
+"""The judge itself: ratios, sampled rows, reports, and the draws of the strategy."""
 
 from __future__ import annotations
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from os import PathLike
 from typing import Any
-
-from torch import Tensor
 
 from cupyattn.interop.diffusers.replace import (
     Int8Replacement,
@@ -25,6 +22,7 @@ from cupyattn.interop.torch.accelerated_parts import (
     part_of,
 )
 from cupyattn.interop.torch.accelerating import Accelerated, accelerated
+from cupyattn.interop.torch.quantising import Activations, check_names
 
 #: Policies of `replace_attention_with_int8` by accuracy class.
 POLICIES = {"full": "precision", "balanced": "balanced", "aggressive": "aggressive"}
@@ -38,7 +36,7 @@ def accelerate(
     include: Patterns = None,
     exclude: Patterns = None,
     checkpoint: str | PathLike[str] | None = None,
-    activations: Mapping[str, Tensor] | None = None,
+    activations: Activations | None = None,
     again: bool = False,
     arch: str | None = None,
     backend: str | None = None,
@@ -63,8 +61,9 @@ def accelerate(
     checkpoint : path, optional
         Folder written by `save` of an earlier handle or by `cupyattn convert`: its codes are used,
         and nothing is quantised. They must be codes of the model's weights.
-    activations : mapping of str to Tensor, optional
-        Inputs of layers, (..., in), by name. They decide between scales of blocks and of channels.
+    activations : mapping of str to Tensor or array, optional
+        Inputs of layers, (..., in), by name, as ``record(pipe).recording.inputs`` has them. They
+        decide between scales of blocks, of channels, and of channels of rotated rows.
     again : bool
         First undo all earlier replacements in the models.
     arch, backend : str, optional
@@ -81,10 +80,11 @@ def accelerate(
     Raises
     ------
     TypeError
-        For anything but a pipeline or a module, and for arguments of another type.
+        If the first argument is neither a pipeline nor a module, and for arguments of another type.
     ValueError
-        For an unknown accuracy or way to compile, for a pattern that no name matches, for codes of
-        another model, and as `replace_attention_with_int8` and `replace_linear_with_int8`.
+        For an unknown accuracy or way to compile, for a pattern that no name matches, for
+        activations of an unknown layer or beside a checkpoint, for codes of another model, and as
+        `replace_attention_with_int8` and `replace_linear_with_int8`.
     UnsupportedError
         As `replace_attention_with_int8`. After any exception, all models are unchanged.
 
@@ -117,8 +117,10 @@ def accelerate(
         part.prefix: [name for name, _ in attention_modules(part.prefix, part.model)]
         for part in parts
     }
-    names = [name for part in parts for name in (*layer_names(part), *attention[part.prefix])]
+    layers = [name for part in parts for name in layer_names(part)]
+    names = [*layers, *(name for found in attention.values() for name in found)]
     request.selection.check(names, "linear layer or attention module")
+    check_names(request.activations, layers)
 
     def attend() -> Int8Replacement | None:
         chosen: dict[str, list[str]] = {}  # names by policy

@@ -1,8 +1,8 @@
-"""Context parallelism of diffusers: attention of a sequence that its ranks share.
+"""Context parallelism of diffusers: attention to a sequence that several ranks share.
 
-`ContextParallelConfig` makes a mesh of ``ring`` times ``ulysses`` ranks, and hooks of the model
-give each rank some rows, one rank behind the other. Here the ranks of such a mesh are a group of
-`cupyattn.distributed`, on the process group that diffusers made.
+`ContextParallelConfig` makes a mesh of ``ring`` times ``ulysses`` ranks. Hooks of the model give
+each rank a contiguous part of the rows, in the order of ranks. Here the ranks of such a mesh are a
+group of `cupyattn.distributed`, on the process group that diffusers made.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cupyattn.interop.diffusers import masks
 from cupyattn.interop.torch.bridge import as_array, on_device_of
 from cupyattn.problem.settings import Settings
 
-#: Name of these calls in messages.
+#: Name of these calls in error messages.
 WHAT = "attention of diffusers"
-#: Groups by the process group that they are on, and by mesh: models may share one differently.
+#: Groups by process group and mesh, since models may share one process group differently.
 _groups: weakref.WeakKeyDictionary[Any, dict[Mesh, Group]] = weakref.WeakKeyDictionary()
 
 
@@ -54,13 +54,13 @@ class Said:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share the sequence of a call, as one of them sees it.
+    """The ranks that share the sequence of a call, seen from one of them.
 
     Parameters
     ----------
     group : Group
     wide_sums : bool
-        ``convert_to_fp32``: whether a ring adds up in float32.
+        ``convert_to_fp32``: whether a ring sums in float32.
     """
 
     group: Group
@@ -68,7 +68,7 @@ class Ranks:
 
     @classmethod
     def of(cls, parallel_config: Any) -> Ranks | None:
-        """Return the ranks of a configuration; None if it shares no sequence."""
+        """Return the ranks of a configuration; None if no sequence is shared."""
         config = getattr(parallel_config, "context_parallel_config", None)
         if config is None:
             return None
@@ -81,7 +81,7 @@ class Ranks:
         return cls(groups[mesh], bool(config.convert_to_fp32))
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, min_length: int) -> str | None:
-        """Return why ranks do not share a call, by the facts of this rank, or None."""
+        """Return why this rank's facts prevent a shared call, or None."""
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if recorded and q.dtype == torch.float32:
             return "gradients in float32"
@@ -99,12 +99,12 @@ class Ranks:
         return None
 
     def agreed(self, own: Said) -> tuple[str | None, list[Said]]:
-        """Return why a rank does not take the call, or None, and the facts of all ranks.
+        """Return why some rank cannot take the call, or None, and the facts of all ranks.
 
         Raises
         ------
         RankError
-            If a rank has failed, or does not come within the timeout.
+            If a rank has failed, or does not answer within the timeout.
         """
         given = self.group.gather(WHAT, [own.obstacle, own.len_q, own.len_kv, own.mask])
         said = [
@@ -129,9 +129,9 @@ class Ranks:
             ``variant``, ``quant``, ``tiles``, ``scale``, ``backend``, ``arch`` and ``accuracy`` of
             `cupyattn.attention`.
         given : mapping of str to Tensor
-            q, k, v, (batch, heads, len, head_dim), and `mask` or `bias` if there is one.
+            q, k, v, (batch, heads, len, head_dim), and `mask` or `bias` if the call has one.
         said : list of Said
-            By rank.
+            Facts of each rank.
         """
         settings = ShardedSettings(
             Settings(**form), "auto", None, "contiguous", wide_sums=self.wide_sums
@@ -168,7 +168,7 @@ Shared = tuple[Ranks, list[Said]]
 
 
 def facts_of_call(obstacle: str | None, q: Tensor, k: Tensor, mask: Any) -> Said:
-    """Return the facts of a rank about a call on tensors (batch, heads, len, head_dim)."""
+    """Return this rank's facts about a call on tensors (batch, heads, len, head_dim)."""
     if obstacle is not None or mask is None:
         return Said(obstacle, int(q.shape[2]), int(k.shape[2]), None)
     rows, keys = (1, *mask.shape)[-2:]
@@ -185,9 +185,9 @@ def _misfit(said: list[Said]) -> str | None:
     rows, keys = sum(one.len_q for one in said), sum(one.len_kv for one in said)
     of_rows, of_keys = ([mask[n] for mask in found if mask] for n in (0, 1))
     if not all(n in (1, rows) for n in of_rows) or len(set(of_rows)) > 1:
-        return "attention mask of rows that are not those of all ranks"
+        return "attention mask whose rows are not all ranks' queries"
     if of_keys not in ([keys] * len(said), [one.len_kv for one in said]):
-        return "attention mask of keys that are neither a rank's own nor those of all ranks"
+        return "attention mask whose keys are neither one rank's nor all ranks'"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Options of `cupyattn.Int8Attention` for each layer of a model: one for all, or by patterns."""
+"""Options of `cupyattn.Int8Attention` for each layer of a model: one value for all, or patterns."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cupyattn.interop.selection import check_found, compiled, first_names
 from cupyattn.measure.words import printable
 from cupyattn.quant.config import QuantConfig
 
-#: Options that have a meaning for some values of another only, by that other option.
+#: Options that require certain values of another option, by that other option.
 _OF_PRUNING = ("pruning_ratio", "pruning_threshold", "pruning_rows")
 _OF_SPARSITY = ("window_size", "block_size", "block_mask")
-#: Steps of the schedule of attention that is made to check options: no schedule is known then.
+#: Steps of the trial schedule with which options are checked, before the real one is known.
 ANY_STEPS = 2
 
 
@@ -38,8 +38,8 @@ class Features:
     Raises
     ------
     TypeError, ValueError
-        For a pattern that is no regular expression, an empty mapping, and for scales that are
-        given twice.
+        For a pattern that is not a regular expression, for an empty mapping, and for scales given
+        twice.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -55,7 +55,7 @@ class Features:
                 self._patterns[name] = [*zip(expressions, value.values(), strict=True)]
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise ValueError for a pattern or a layer that no attention module has the name of."""
+        """Raise ValueError for a pattern or a name that matches no attention module."""
         for option, patterns in self._patterns.items():
             if isinstance(given := self.given[option], Calibrations):
                 other = [name for name in given if name not in names]
@@ -108,9 +108,9 @@ def _with_calibration(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def trial(options: Mapping[str, Any]) -> Int8Attention:
-    """Return attention with the options of a layer, so that they are checked before a model runs.
+    """Return attention with a layer's options, to check them before the model runs.
 
-    It has the heads of a calibration, because the heads of a layer are known only in a call.
+    It takes its heads from a calibration, because the layer's heads are known only in a call.
     """
     given = dict(options)
     heads = head_dim = 1
@@ -130,7 +130,7 @@ def step_dependent_layers(options: Mapping[str, Mapping[str, Any]]) -> dict[str,
     Parameters
     ----------
     options : mapping of str to mapping
-        Options by the names of layers. Each combination is tried once, and warns of options
+        Options by the names of layers. Each combination is tried once, so it warns of options
         without effect once.
     """
     tried: dict[Any, str] = {}
@@ -145,7 +145,7 @@ def step_dependent_layers(options: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def step_options(attention: Int8Attention, options: Mapping[str, Any]) -> str:
-    """Return the options of a layer that depend on the step under any policy; "" for none."""
+    """Return those options of a layer that depend on the step under any policy; "" for none."""
     adaptive = options.get("use_adaptive_scaling") is not False
     calibration = attention.calibration
     if calibration is not None and calibration.bins.count > 1 and adaptive:

@@ -1,4 +1,4 @@
-"""Which attention module is being called, and its calls of torch's attention function.
+"""Find which attention module is being called, and intercept its calls of torch's attention.
 
 Replaced modules have a class of the same name, which sends attention to the module's layer
 (`class_of_layers`). It also prevents the use of earlier compiled code, whose guards check for the
@@ -56,11 +56,11 @@ class Layer(Protocol):
         ...
 
     def before(self) -> None:
-        """Begin to take attention of the module's call."""
+        """Begin to intercept attention of the module's call."""
         ...
 
     def after(self) -> None:
-        """End it."""
+        """Stop intercepting."""
         ...
 
     def release(self) -> None:
@@ -80,7 +80,7 @@ _calls = _Calls()
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def open_call(layer: Layer) -> None:
-    """Begin to take attention of an eager call of a layer's module."""
+    """Begin to intercept attention in an eager call of a layer's module."""
     _calls.open.append(layer)
     layer.before()
 
@@ -155,8 +155,8 @@ def _traced(layer: Layer, forward: Callable[..., Any], module: Any, args: Any, k
     """Run a module's forward while torch traces it, its attention sent to the module's layer.
 
     Torch looks up its attention function when it traces the call, and finds the layer there. The
-    function is in its place again when the graph runs. A mode, as of eager calls, would be traced
-    with every function of torch, and torch cannot trace all methods of tensors in one.
+    function is in its place again when the graph runs. A torch function mode, as eager calls use,
+    would also be traced, and torch cannot trace all tensor methods within one.
     """
     own, found = torch.nn.functional.scaled_dot_product_attention, 0
 
@@ -186,7 +186,7 @@ def _traced(layer: Layer, forward: Callable[..., Any], module: Any, args: Any, k
 
 
 def _passes_keys_on(module: Any) -> bool:
-    """Return whether ranks pass keys on in a ring for a module; torch may trace this."""
+    """Return whether a module's ranks pass keys on in a ring; torch may trace this."""
     parallel = getattr(getattr(module, "processor", None), "_parallel_config", None)
     config = getattr(parallel, "context_parallel_config", None)
     return config is not None and config.ring_degree > 1

@@ -2,7 +2,7 @@
 
 For options that depend on the step or on the keys at each call: static scales, pruned keys, block
 masks. The layer is named by a number in a tensor, so that blocks share a graph. CUDA graphs do not
-replay code of the host, so that Inductor leaves the operator out of them.
+replay host code, so Inductor leaves the operator out of them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _attention(*arguments: Any) -> Tensor:
     layer = _layers.get(int(number))
     if layer is None:
         raise RuntimeError(
-            "the attention layer of this graph is no more, or belongs to another process: replace "
-            "attention, and compile the model again"
+            "the attention layer of this graph no longer exists, or belongs to another process: "
+            "replace attention, and compile the model again"
         )
     given = {name: x for name, x in zip(_TENSORS, operands, strict=True) if x is not None}
     return layer.run_in_graph(given, scale, mode)

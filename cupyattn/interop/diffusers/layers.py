@@ -1,4 +1,4 @@
-"""One attention module of a model: which of its calls run in INT8, and its counts."""
+"""One attention module of a model: decide which calls run in INT8, and count them."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from cupyattn.interop.torch.ops import PLAIN, is_exported
 
 _log = logging.getLogger("cupyattn")
 
-#: Why a policy that follows the noise level does not say a mode.
-UNKNOWN = "the timestep lies on the device alone, the noise level is not known"
+#: Reason if a policy that follows the noise level cannot choose a mode.
+UNKNOWN = "the timestep is only on the device, so the noise level is unknown"
 #: Names of the counts of calls in compiled code.
 _COUNTED = (*MODES, "native")
-#: Types that are taken, and their names.
+#: Supported types, and their names.
 _NAMES = {
     torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
 }  # fmt: skip
 
 
 class InGraphs:
-    """A layer's parts in graphs of torch: an attribute for each text, in the order of graphs.
+    """A layer's entries in torch's graphs: one attribute for each text, in the order of graphs.
 
-    Graphs set the attributes and never read them, so they add no guards. torch would guard the keys
-    of a dict, and compile again after a change.
+    Graphs set the attributes and never read them, so they add no guards. A dict's keys would be
+    guarded, and a change would cause another compilation.
     """
 
 
@@ -124,7 +124,7 @@ class Layer:
             processor._attention_backend = backends.backend()
 
     def after(self) -> None:
-        """End it, also where the call failed."""
+        """Stop intercepting, even if the call failed."""
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
             self._mode = None
@@ -193,7 +193,7 @@ class Layer:
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any],
         ranks: Ranks | None = None,
     ) -> str | None:
-        """Return why INT8 does not take a call, or None if it does; torch may trace this."""
+        """Return why a call cannot run in INT8, or None if it can; torch may trace this."""
         mask = options["attn_mask"]
         if options["is_causal"]:
             return "causal"
@@ -221,7 +221,7 @@ class Layer:
         if min(q.shape[2], k.shape[2]) < self._min_length:
             return f"fewer than {self._min_length} queries or keys"
         if self._kind != "dense" and q.shape[2] != k.shape[2]:
-            return f"{self._kind} attention, to keys that are not those of the queries"
+            return f"{self._kind} attention, with fewer or more keys than queries"
         if self._prunes and mask is not None:
             return "token pruning, which takes no attention mask"
         return masks.obstacle(mask, q, k)
@@ -358,7 +358,7 @@ class Layer:
             self._counts[_COUNTED.index(ran)].add_(1)
 
     def _all_fallbacks(self) -> Counter[str]:
-        """Return fallbacks of schedules that were, and of the one that is."""
+        """Return the fallbacks of earlier schedules and of the current one."""
         return sum((Counter(one.fallbacks) for one in self._attention.values()), self._fallbacks)
 
     def report(self) -> LayerReport:
@@ -386,7 +386,7 @@ def _transform(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> s
 
 
 def _of_class(mode: str, form: dict[str, Any]) -> dict[str, Any]:
-    """Return options of a call that takes the fastest rung of an INT8 mode's accuracy class."""
+    """Return options for a call of the fastest rung in an INT8 mode's accuracy class."""
     if form["variant"] != "fa_int8":
         return form
     return {**form, "variant": "auto", "accuracy": mode, "quant": None}
@@ -395,7 +395,7 @@ def _of_class(mode: str, form: dict[str, Any]) -> dict[str, Any]:
 def _texts(
     attention: Int8Attention, settings: Int8AttentionSettings, by_class: bool
 ) -> dict[str, str]:
-    """Return settings by mode as the operator takes them: of modes that are the same at all steps.
+    """Return the operator's settings for each mode whose settings are the same at all steps.
 
     Static scales are given by the layer at each call.
     """

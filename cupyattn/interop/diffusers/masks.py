@@ -1,4 +1,4 @@
-"""The mask of torch's attention function for the kernels: a mask of keys, or a bias of scores.
+"""Convert the mask of torch's attention for the kernels: to a mask of keys, or a bias of scores.
 
 This module reads no values, so no call waits for a device.
 """
@@ -65,7 +65,7 @@ def of_scores(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _not_expanded(mask: Tensor) -> Tensor:
-    """Return a mask with one entry along axes that were expanded: no graph writes them out."""
+    """Return a mask with length 1 along expanded axes, so that no graph materialises them."""
     for axis, (n, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if stride == 0 and n != 1:
             mask = mask.narrow(axis, 0, 1)

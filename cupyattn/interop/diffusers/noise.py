@@ -1,4 +1,4 @@
-"""How noisy a model's input is, from its pipeline's scheduler, without waiting for a device."""
+"""Read a model's noise level from its pipeline's scheduler, without a device synchronisation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Schedule:
 
     @property
     def falling(self) -> Float64:
-        """The ratios as `cupyattn.Int8Attention` takes them, its middle positive and finite."""
+        """Falling ratios for `cupyattn.Int8Attention`; the middle one is positive and finite."""
         falling: Float64 = np.sort(self.ratios)[::-1]
         if not 0 < falling[falling.size // 2] < math.inf:
             falling = np.sort(np.append(falling, [_EVEN] * (1 + falling.size)))[::-1]
@@ -101,7 +101,7 @@ class Noise:
         self._schedule: Schedule | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Noise:
-        """Return the same: a copied model is called for the steps of the same scheduler."""
+        """Return the same object: a copied model is called for the steps of the same scheduler."""
         return self
 
     def at(self, timestep: Any) -> tuple[Schedule, float] | None:
@@ -139,7 +139,7 @@ def _on_host(values: Any) -> Float64:
 
 
 def _read(scheduler: Any) -> Schedule:
-    """Return the steps that a scheduler was set to."""
+    """Return the steps to which a scheduler was set."""
     if scheduler.timesteps is None:
         raise ValueError(
             f"this {type(scheduler).__name__} has no timesteps yet: call set_timesteps before the "

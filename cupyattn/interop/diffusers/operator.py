@@ -29,7 +29,7 @@ fallbacks: Counter[str] = Counter()
 
 
 def text_of(settings: TensorSettings) -> str:
-    """Return settings as the operator takes them, all but the scale."""
+    """Return all settings except the scale, as text for the operator."""
     return str(_SCHEMA.flat({}, settings)[-1])
 
 

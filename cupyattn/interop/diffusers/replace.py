@@ -36,7 +36,7 @@ from cupyattn.measure.words import printable
 from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.quant.config import QuantConfig
 
-#: Shorter calls stay native: quantising and a launch cost more than they can win.
+#: Shorter calls stay native: quantising and a launch cost more time than INT8 saves.
 MIN_LENGTH = 128
 _ATTENTION = (Attention, MochiAttention, AttentionModuleMixin)
 
@@ -333,7 +333,8 @@ def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:
         models = {"": uncompiled(pipe_or_model)}
     else:
         raise TypeError(
-            "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, got "
+            "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, as "
+            "DiffusionPipeline.from_pretrained(NAME) returns one, got "
             f"{type(pipe_or_model).__name__}"
         )
     return None if scheduler is None else SimpleNamespace(scheduler=scheduler), models
@@ -392,7 +393,7 @@ def _check_not_replaced(chosen: Sequence[tuple[str, str, Any]]) -> None:
 
 
 def _policies(policy: Any) -> list[tuple[re.Pattern[str], Any]]:
-    """Return policies by regular expression, the first that is found holds."""
+    """Return policies by regular expression; the first expression that matches decides."""
     given = policy if isinstance(policy, Mapping) else {"": policy}
     if not given:
         raise ValueError(f"policy={policy!r} is empty: give 'adaptive' or a policy for some layers")

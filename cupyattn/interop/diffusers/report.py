@@ -89,7 +89,7 @@ class Report:
 
     @property
     def compiled_calls(self) -> dict[str, int]:
-        """Calls in compiled code, by mode or ``"native"``, as far as they were counted."""
+        """Counted calls in compiled code, by mode or ``"native"``."""
         return self._summed("compiled_calls")
 
     @property

@@ -1,4 +1,4 @@
-"""Which step a model is called for, and the mode that each policy takes there."""
+"""Find the step for which a model is called, and the mode that each policy chooses there."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Choice:
         self.mode = check_mode(self._rule.mode(at.timestep, at.ratio))
 
     def forget(self) -> None:
-        """Remember no mode: the noise level is not known."""
+        """Forget the mode, because the noise level is not known."""
         if not self.is_fixed:
             self.mode = None
 
@@ -81,8 +81,8 @@ class Step:
     counted : list of Layer
         Layers whose calls in compiled code are counted on the model's device.
     is_seen : bool
-        Whether `before` ran for this call of the model. If a function that torch compiled calls the
-        model, it does not run, because no host code runs between two steps.
+        Whether `before` ran for this call of the model. `before` does not run if a function that
+        torch compiled calls the model, because no host code runs between two steps.
     """
 
     def __init__(self, source: Noise | None = None) -> None:
@@ -126,7 +126,7 @@ class Step:
         self.set(None if at is None else self._source.at(at))
 
     def set(self, noise: tuple[Schedule, float] | None) -> None:
-        """Set the noise level, None if unknown, and get the mode of every policy."""
+        """Set the noise level, None if unknown, and update the mode of every policy."""
         self.noise = noise
         if noise is None:
             self.at = None
@@ -149,10 +149,10 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_model(step: Step, model: Any, args: Any, kwargs: Any) -> None:
-    """Look up the noise level of a model's call: with a handle's step, the model's hook.
+    """Look up the noise level of a model's call; with a handle's step bound, this is the model's
+    hook.
 
-    Torch runs it before the code that it compiled of ``torch.compile(model)`` and of
-    ``model.compile()``.
+    Torch runs it before the code compiled by ``torch.compile(model)`` and by ``model.compile()``.
     """
     if torch.compiler.is_compiling():  # torch.export runs hooks as Python, on tensors of no memory
         step.is_seen = False
@@ -164,5 +164,5 @@ def before_model(step: Step, model: Any, args: Any, kwargs: Any) -> None:
     before_model, skip_signature_check=True
 )
 def _before_model_in_graph(step: Step, model: Any, args: Any, kwargs: Any) -> None:
-    """Say that no code looks, in the graph of a function that calls the model."""
+    """Do nothing: in the graph of a function that calls the model, no host code sees the step."""
     step.is_seen = False

@@ -57,7 +57,7 @@ def check_once(
     ----------
     facts : tuple
         The function, and everything else that the check depends on, besides shapes and types.
-        Numbers come with their types, because equal numbers of other types may be refused.
+        Numbers carry their types, because an equal number of another type may be refused.
     operands : mapping of str to jax.Array
         They may be traced.
     check : callable
@@ -74,12 +74,13 @@ def check_once(
 def each_entry(
     operands: Mapping[str, Any], results: Sequence[Any], front: int
 ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Yield the operands and results of every entry of the axes that `jax.vmap` put in front.
+    """Yield the operands and results of every entry of the leading axes that `jax.vmap` added.
 
     Parameters
     ----------
     operands : mapping of str to array
-        With `front` axes more than the call has; of length 1 where an operand is not mapped.
+        They have `front` more axes than the call; an axis has length 1 if the operand is not
+        mapped.
     results : sequence of array
     front : int
     """
@@ -108,7 +109,7 @@ def foreign(name: str, results: Any) -> Callable[..., Any]:
     ----------
     name : str
     results : jax.ShapeDtypeStruct or sequence of them
-        Results that it writes.
+        Results that the function writes.
     """
     _finish_at_exit()
     function: Callable[..., Any] = jax.ffi.ffi_call(name, results, vmap_method="expand_dims")

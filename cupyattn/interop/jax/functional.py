@@ -39,10 +39,9 @@ from cupyattn.problem.sequences import LENGTHS
 from cupyattn.problem.settings import ARRAYS, Settings, parse
 from cupyattn.quant.config import QuantConfig
 
-#: Operands by the arguments that bring them; the others of `attention` are constants of a trace.
+#: Operands by the argument that has them; other arguments of `attention` are constants of a trace.
 _PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 _TABLES = tuple(name for names in _PAIRS.values() for name in names)
-#: Operands that are described before the call runs, and not read then.
 #: Arguments of `cupyattn.attention` that are not supported for JAX, each with advice.
 _NOT_IN_JAX = {
     "out": "JAX arrays are immutable: take the result",
@@ -54,7 +53,7 @@ _KNOWN = {
 }
 #: Arguments that do not change the gradient, such as the rung of the forward pass.
 _OF_FORWARD = ("variant", "accuracy", "quant", "tiles")
-#: Operands with a gradient, by the name of that.
+#: Operands with a gradient, by the gradient's name.
 _GRADIENTS = {
     "dq": "q", "dk": "k", "dv": "v", "dbias": "bias", "dq_weight": "q_weight",
     "dk_weight": "k_weight",
@@ -64,7 +63,7 @@ _FORWARD, _BACKWARD = "cupyattn_attention", "cupyattn_attention_backward"
 
 @dataclass(frozen=True)
 class _Call:
-    """The constants of a call; equal where `key` is, which is a digest of all of them."""
+    """The constants of a call; calls are equal if `key`, a digest of the constants, is equal."""
 
     key: str
     layout: str
@@ -170,7 +169,7 @@ def attention(
 
 
 def _check_names(options: Mapping[str, Any]) -> None:
-    """Raise for arguments that `cupyattn.attention` does not have, or JAX not."""
+    """Raise for arguments that `cupyattn.attention` lacks, or that are not supported for JAX."""
     for name in options:
         if name in NOT_OFFERED:
             raise UnsupportedError(instead_of(name, "attention"))
@@ -181,7 +180,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def _paired(operands: Mapping[str, Any]) -> dict[str, Any]:
-    """Return operands other than q, k and v as arguments of the call."""
+    """Return all operands except q, k and v as arguments of the call."""
     found = {name: operands[name] for name in ("mask", "bias", *LENGTHS) if name in operands}
     for argument, names in _PAIRS.items():
         if names[0] in operands:
@@ -204,7 +203,7 @@ def _check_call(operands: Mapping[str, Any], options: Mapping[str, Any]) -> None
 
 
 def _constants(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a call that descriptions on the host are checked with.
+    """Return a call's options for a check of descriptions on the host.
 
     The number of rows that share a scale of a block depends on the device, so given scales are
     checked there.
@@ -383,7 +382,7 @@ def _entries(
     *,
     alone: bool = False,
 ) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Yield operands by name and results, without the axes that `jax.vmap` put in front.
+    """Yield operands by name and results, without the leading axes that `jax.vmap` added.
 
     They join the batch if one call on all entries equals separate calls, and never if `alone`.
     """
@@ -405,7 +404,7 @@ def _entries(
 
 
 def _joined(name: str, x: Any, whole: tuple[int, ...], batch: int) -> Any:
-    """Return an operand with the mapped axes as part of its batch; a copy where strides say so."""
+    """Return an operand with the mapped axes in its batch, copied if its strides require it."""
     rest = x.shape[len(whole) :]
     of_all = name in ("mask", "bias") and math.prod(x.shape[: len(whole)]) == rest[0] == 1
     if of_all or name in _TABLES:

@@ -258,7 +258,7 @@ class Int8Linear:
 
     @classmethod
     def tree_unflatten(cls, fixed: Any, leaves: Any) -> Int8Linear:
-        """Return a layer of these leaves, which JAX may have put other things in place of."""
+        """Return a layer of these leaves, which JAX may have replaced by other objects."""
         layer = object.__new__(cls)
         vars(layer).update(zip(_LEAVES, leaves, strict=True))
         layer.activation, layer.outlier_columns, layer.arch, layer.backend, layer.rotate = fixed
@@ -396,7 +396,7 @@ def _multiply(operands: Mapping[str, Any], y: Any, attributes: Mapping[str, str]
 
 
 def _joined(operands: Mapping[str, Any], whole: tuple[int, ...]) -> dict[str, Any]:
-    """Return operands with the mapped axes in front of the rows, and of no part of the weight."""
+    """Return operands whose mapped axes precede the rows; the weight must not be mapped."""
     front, found = len(whole), {}
     for name, x in operands.items():
         own = x.shape[front:]

@@ -1,4 +1,4 @@
-"""The five lines that `accelerate` prints: replaced parts, their gain, and native parts."""
+"""Make the five lines that `accelerate` prints: replaced parts, their gain, and native parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.measure.whole_gains import said
 from cupyattn.measure.words import counted, printable
 
-#: Kinds of reasons that a line names before the rest is counted.
+#: Number of kinds of reasons that a line names; the others are only counted.
 _MOST_REASONS = 3
 
 

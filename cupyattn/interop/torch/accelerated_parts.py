@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,8 +17,9 @@ from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.compiling import COMPILED, Compiled
-from cupyattn.interop.torch.models import Replacement
+from cupyattn.interop.torch.models import ONE_OF_BOTH, Replacement
 from cupyattn.interop.torch.offloading import device_of_hooks
+from cupyattn.interop.torch.quantising import Activations
 from cupyattn.measure.timing import FASTER, judged
 from cupyattn.measure.whole_gains import WholeModel, nearest, said, usual_width
 
@@ -48,7 +50,7 @@ class Request:
     include: Patterns = None
     exclude: Patterns = None
     checkpoint: str | PathLike[str] | None = None
-    activations: Mapping[str, Tensor] | None = None
+    activations: Activations | None = None
     again: bool = False
     arch: str | None = None
     backend: str | None = None
@@ -69,23 +71,27 @@ class Request:
             )
         given = self.activations
         if given is not None and not (
-            isinstance(given, Mapping) and all(isinstance(x, Tensor) for x in given.values())
+            isinstance(given, Mapping)
+            and all(isinstance(x, Tensor | np.ndarray) for x in given.values())
         ):
             raise TypeError(
-                f"activations must map names of layers to tensors, got {shown(given)}"
+                "activations must map names of layers to tensors or arrays, as "
+                f"record(...).recording.inputs does, got {shown(given)}"
             )
+        if given is not None and self.checkpoint is not None:
+            raise ValueError(ONE_OF_BOTH)
         if self.log is not None and not callable(self.log):
             raise TypeError(f"log must take a line, as print does, or be None, got {self.log!r}")
         _ = self.selection
 
     @property
     def selection(self) -> Selection:
-        """Which layers and attention modules are meant."""
+        """The layers and attention modules that the request selects."""
         return Selection.of(self.include, self.exclude)
 
     @property
     def how(self) -> str:
-        """The way to compile of the recorded gains that apply to this request."""
+        """The way of compiling whose recorded gains apply to this request."""
         return "graphs" if self.compile == "graphs" else "blocks"
 
 
@@ -116,8 +122,8 @@ class Part:
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
 
-    def own(self, given: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """Return the entries whose names begin with the part's prefix, by names without it."""
+    def own(self, given: Activations | None) -> Activations | None:
+        """Return the entries whose names begin with the part's prefix, without that prefix."""
         if given is None:
             return None
         mine = {n: x for n, x in given.items() if n.startswith(self.prefix)}
@@ -162,14 +168,14 @@ def part_of(prefix: str, model: nn.Module) -> Part:
 def codes_of(
     part: Part, checkpoint: str | PathLike[str] | None, *, alone: bool
 ) -> Path | None:
-    """Return where the codes of a model are, of a pipeline in a folder of the component's name.
+    """Return the folder of a model's codes; for a pipeline, it is named as the component.
 
     Parameters
     ----------
     part : Part
     checkpoint : path, optional
     alone : bool
-        The model is the only one, so that `checkpoint` may be its folder.
+        Whether the model is the only one, so that `checkpoint` may be its folder.
 
     Raises
     ------
@@ -185,13 +191,14 @@ def codes_of(
     if not alone:
         raise ValueError(
             f"checkpoint must have a folder for each model, and {checkpoint} has no folder "
-            f"{name!r}: give what save(folder) of the whole pipeline wrote, or exclude={name!r}"
+            f"{name!r}: give the folder that save() of the whole pipeline wrote, or "
+            f"exclude={name!r}"
         )
     return Path(checkpoint)
 
 
 def layer_names(part: Part) -> Iterator[str]:
-    """Yield the names of a model's linear layers, with its prefix, INT8 ones, too."""
+    """Yield the names of a model's linear layers, INT8 or not, with its prefix."""
     for name, *_ in (*linear_layers(part.model), *int8_layers(part.model)):
         yield f"{part.prefix}{name}"
 

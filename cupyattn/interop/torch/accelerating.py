@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
@@ -27,6 +27,7 @@ from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.interop.torch.comparing import compare
 from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
 from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
+from cupyattn.interop.torch.quantising import Activations, check_names
 from cupyattn.interop.torch.writing import check_writable, write_int8
 from cupyattn.measure.trial import Comparison
 from cupyattn.measure.words import printable
@@ -44,14 +45,18 @@ class Acceleration:
         The outcome for each linear layer, with the reason.
     attention : object or None
         `cupyattn.interop.diffusers.Report` of the attention modules, None if all are native.
+    scales : mapping of str to str
+        The choice between scales of channels and of blocks, and its reason, by component.
     """
 
     lines: tuple[str, ...]
     layers: Mapping[str, str]
     attention: Any = None
+    scales: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        found = [*self.lines, *(f"{name}: {what}" for name, what in self.layers.items())]
+        scales = (f"{name}: {why}" if name else why for name, why in self.scales.items())
+        found = [*self.lines, *scales, *(f"{name}: {what}" for name, what in self.layers.items())]
         found += [] if self.attention is None else [str(self.attention)]
         return "\n".join(found)
 
@@ -100,8 +105,13 @@ class Accelerated(Handle):
             self.target, self._handle_parts, self._handle_attention, self._handle_request,
             is_restored=self._handle_replaced_any() and self._handle_is_native(),
         )  # fmt: skip
+        scales = {
+            part.prefix.removesuffix("."): part.linear._handle_choice
+            for part in self._handle_parts
+            if part.linear is not None and part.linear._handle_choice
+        }
         return Acceleration(lines, {printable(n): printable(w) for n, w in layers.items()},
-                            attention)  # fmt: skip
+                            attention, scales)  # fmt: skip
 
     def restore(self) -> None:
         """Restore layers, attention and code of the pipeline or the model, to the bit.
@@ -121,7 +131,7 @@ class Accelerated(Handle):
         return any(len(part.native) < 2 for part in self._handle_parts)
 
     def _handle_is_native(self) -> bool:
-        """Whether all that was replaced is native again, by `restore` of the handle or without."""
+        """Whether everything that was replaced is native again, by this handle or otherwise."""
         linear = any(any(True for _ in int8_layers(part.model)) for part in self._handle_parts)
         attention = self._handle_attention
         return self._handle_is_restored or not (
@@ -237,7 +247,7 @@ def accelerate(
     include: Patterns = None,
     exclude: Patterns = None,
     checkpoint: str | PathLike[str] | None = None,
-    activations: Mapping[str, Tensor] | None = None,
+    activations: Activations | None = None,
     again: bool = False,
     arch: str | None = None,
     backend: str | None = None,
@@ -246,7 +256,7 @@ def accelerate(
     """Make a module with linear layers faster: INT8 layers, compiled.
 
     `cupyattn.interop.diffusers.accelerate` takes pipelines and models of diffusers, and replaces
-    their attention, too. Everything else is as described there.
+    their attention, too. All other arguments and results are described there.
 
     Parameters
     ----------
@@ -295,10 +305,11 @@ def accelerate(
     part.native["attention"] = "cupyattn.interop.diffusers.accelerate takes models of diffusers"
     names = [*layer_names(part)]
     request.selection.check(names, "linear layer")
+    check_names(request.activations, names)
     return accelerated(model, [part], request, _no_attention)
 
 
-# ---- how both are made ---------------------------------------------------------------------------
+# ---- shared by both functions `accelerate` -------------------------------------------------------
 
 
 def accelerated(
@@ -364,6 +375,8 @@ def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
             activations=part.own(request.activations),
         )  # fmt: skip
     except NothingReplaced as error:
+        if request.checkpoint is not None:
+            raise  # rather than to leave codes unused that were asked for
         part.native["linear"] = str(error)
 
 

@@ -1,4 +1,4 @@
-"""Modules of diffusers that apply an activation to a layer: both in one product of INT8 codes.
+"""Fuse an activation module of diffusers and its linear layer into one product of INT8 codes.
 
 ``GELU``, ``GEGLU`` and ``SwiGLU`` of diffusers contain a linear layer, ``proj``, and call torch's
 functions on its result. Without a compiler, only this module moves these into the product.
@@ -61,7 +61,7 @@ class ActivatedInt8Linear(nn.Module):
         return _activated(proj(hidden_states), self.activation)
 
     def extra_repr(self) -> str:
-        """Name the activation."""
+        """Return the activation's name for ``repr``."""
         return f"activation={self.activation!r}"
 
 

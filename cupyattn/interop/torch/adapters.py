@@ -1,4 +1,4 @@
-"""PEFT adapters around the layers of a model: their matrices, and the layers that they read.
+"""Recognise PEFT adapters in a model: their matrices, and the layers whose weights they read.
 
 The matrices of an adapter are trained, or are too small for INT8. So only the base layer may become
 INT8, and only if the adapter does not use its weight.
@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-#: Classes of PEFT, and the child that belongs to the model: for a layer with an adapter, for a
-#: layer whose copy is trained, and for a whole model.
+#: Classes of PEFT, each with the child that belongs to the model. They wrap a layer with an
+#: adapter, a layer whose copy is trained, or a whole model.
 _WRAPPERS = {
     ("peft.tuners.tuners_utils", "BaseTunerLayer"): "base_layer",
     ("peft.utils.other", "AuxiliaryTrainingWrapper"): "original_module",
@@ -30,7 +30,7 @@ _BESIDE = {
     "pvera", "randlora", "road", "tinylora", "unilora", "vblora", "vera", "waveft",
 }  # fmt: skip
 #: Modules of `peft.tuners` that start from the numbers of the weight, with the purpose. If such an
-#: adapter was trained with 16-bit weights, it errs with codes by more than the codes do.
+#: adapter was trained with 16-bit weights, its error with codes exceeds the error of the codes.
 _NUMBERS = {
     "ln_tuning": "trains a copy of the layer",
     "osf": "begins with a decomposition of the weight",
@@ -48,7 +48,7 @@ def needs_numbers(module: nn.Module, *, of_all: bool = False) -> str:
     module : Module
         A layer with an adapter, or a tuner.
     of_all : bool
-        Of all weights at once.
+        Whether the adapter needs all weights at once.
     """
     kind = _kind(module)
     reasons = _ALL_NUMBERS if of_all else _NUMBERS

@@ -1,4 +1,4 @@
-"""Support of a model with INT8 layers for adapter libraries, and refusals.
+"""Let adapter libraries work on a model with INT8 layers, and refuse operations that cannot work.
 
 Loading: diffusers reads ``state_dict()["to_q.weight"]``, but codes have another name. Fusing: an
 adapter cannot be fused into codes. Layers of 16 bits would be scaled and fused before the first
@@ -94,7 +94,7 @@ def _adapt(module: nn.Module) -> None:
 
 
 def _watch(module: nn.Module, name: str, child: Any) -> Any:
-    """Adapt objects of PEFT to INT8 layers, while PEFT registers the model or one of its layers.
+    """Adapt PEFT's objects to INT8 layers when PEFT registers the model or one of its layers.
 
     Tuners are treated by `allow_adapters`. Layers get 16 bits again if they are in
     ``modules_to_save``, whose copies are trained, or if their adapters start from the weight's

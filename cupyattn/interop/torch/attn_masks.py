@@ -1,4 +1,4 @@
-"""Masks of torch: causal masks that are objects, supported types, broadcasting."""
+"""Convert torch's masks: causal masks that are objects, supported types, broadcasting."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from cupyattn.interop.torch.calls import TensorSettings
 from cupyattn.interop.torch.ops import PLAIN
 
-#: Arguments that hold a mask.
+#: Arguments that are masks.
 MASKS = ("mask", "bias")
-#: Types of masks of torch's function that kernels read.
+#: Mask types of torch's function that kernels read.
 _DTYPES = torch.bool, torch.float16, torch.bfloat16, torch.float32
 _ALIGN = {CausalVariant.UPPER_LEFT: "top-left", CausalVariant.LOWER_RIGHT: "bottom-right"}
 
@@ -22,7 +22,7 @@ _ALIGN = {CausalVariant.UPPER_LEFT: "top-left", CausalVariant.LOWER_RIGHT: "bott
 def with_causal_bias(
     settings: TensorSettings, tensors: dict[str, Any]
 ) -> tuple[TensorSettings, dict[str, Any]]:
-    """Return settings and tensors of a call, a `CausalBias` among the tensors as ``causal``.
+    """Return settings and tensors of a call, with a `CausalBias` tensor replaced by ``causal``.
 
     Parameters
     ----------
@@ -97,7 +97,8 @@ def check_class(name: str, mask: Any) -> None:
 
 
 def of_query(mask: Tensor, query: Tensor) -> tuple[str, Tensor]:
-    """Return the name here of a mask of torch's function, and the mask as the query needs it.
+    """Return cupyattn's name for the mask of torch's function, and the mask in the type for the
+    query.
 
     Under ``torch.autocast`` a 16-bit mask gets the type of the region.
 

@@ -1,7 +1,7 @@
-"""Tensors as arrays of the same memory, and calls on torch's device, stream and allocator.
+"""Share tensors' memory as arrays, and run calls on torch's device, stream and allocator.
 
-`Tensors` is torch's adapter of `cupyattn.ops.operation.run`. A call that is known makes no array of
-a tensor, which takes longer than all that it does.
+`Tensors` is torch's adapter of `cupyattn.ops.operation.run`. A known call makes no arrays of its
+tensors, because that would take longer than the rest of the call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from cupyattn.arrays.form import forms_of
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.runtime.ready import Conversion, Ready
 
-#: Types of tensors by types of arrays.
+#: Types of tensors by types of arrays: numbers, and codes.
 _TYPES = {dtype: getattr(torch, name) for name, dtype in STORAGE.items()}
+_TYPES |= {np.dtype(np.int8): torch.int8, np.dtype(np.uint8): torch.uint8}
 
 
 def as_array(tensor: Tensor) -> Any:
@@ -70,8 +71,8 @@ def as_own_tensor(array: Any) -> Tensor:
 def on_device_of(tensor: Tensor) -> Iterator[None]:
     """Let CuPy use the tensor's device, torch's current stream there, and torch's allocator.
 
-    Memory allocated in this context comes from the pool of a CUDA graph under capture, if there is
-    one, and is reused in the order of torch's stream.
+    Memory allocated in this context is reused in the order of torch's stream. If a CUDA graph is
+    being captured, the memory comes from its pool.
     """
     if not tensor.is_cuda:
         yield
@@ -99,7 +100,7 @@ def _allocate(nbytes: int) -> Any:
 
 
 class Launched(NamedTuple):
-    """A launched call: its `Ready` object, and its operands and results by buffer."""
+    """A launched call: its `Ready` object, with operands and results by buffer."""
 
     ready: Ready
     tensors: Mapping[str, Any]
@@ -123,19 +124,19 @@ def noting() -> Iterator[list[Launched]]:
 
 
 def form_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the properties of a copied tensor that a recorded graph depends on."""
+    """Return those properties of a copied tensor on which a recorded graph depends."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()
 
 
 class Tensors:
-    """The adapter of tensors on CUDA devices; others are imported, as arrays of the host.
+    """The adapter for tensors on CUDA devices; other tensors are imported as host arrays.
 
     Lists of blocks and given scales are CuPy arrays among the tensors.
 
     Parameters
     ----------
     check : callable, optional
-        Called with the tensors of an unknown call; raises if they do not fit together.
+        Called with the tensors of an unknown call; raises if they are incompatible.
     """
 
     def __init__(self, check: Callable[[Mapping[str, Any]], None] | None = None) -> None:
@@ -181,7 +182,7 @@ class Tensors:
         return _nothing_on(tensor.get_device())
 
     def read(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the numbers of tensors on the host, once torch's current stream has made them."""
+        """Return tensors' values on the host, after torch's current stream has computed them."""
         for name, x in tensors.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"argument '{name}' must be Tensor, not {type(x).__name__}")
@@ -229,7 +230,7 @@ def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch
     return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
 
 
-#: The same as Inductor's code does it, in a third of the time.
+#: The same by the function of Inductor's code, in a third of the time.
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _public_empty)
 
 
@@ -261,14 +262,14 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-#: CuPy arrays among the tensors of a call: arrays for kernels from the caller's objects.
+#: CuPy arrays among the tensors of a call, made from the caller's objects.
 _HELD = ("kept_blocks", "kept_rows", "q_static_scale", "k_static_scale")
 
 
 def _described(
     name: str, shape: Sequence[int], strides: Sequence[int], dtype: Any, *place: Any
 ) -> Described:
-    """Describe a tensor of a form, or an array of one."""
+    """Describe a tensor of a form, or an array."""
     if not isinstance(dtype, torch.dtype):
         return Described(name, tuple(shape), tuple(strides), dtype, *place)
     own = dtype_of(name, dtype)
@@ -277,7 +278,7 @@ def _described(
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the type of arrays that a type of tensors is.
+    """Return the array type that corresponds to a tensor type.
 
     Raises
     ------
@@ -294,7 +295,8 @@ def dtype_of(name: str, dtype: torch.dtype) -> np.dtype[Any]:
 def _copied(
     ready: Ready, tensors: Mapping[str, Any], addresses: dict[str, int]
 ) -> dict[str, Any]:
-    """Return copies of the operands that a call copies, and add their addresses to the others.
+    """Copy the operands of a call that need a copy, add the copies' addresses, and return the
+    copies.
 
     They are made on torch's current stream, in whose order their memory is reused.
     """

@@ -1,4 +1,4 @@
-"""Calls on tensors, below torch's dispatcher: from arrays of their memory to torch tensors."""
+"""Run calls on tensors below torch's dispatcher, and return torch tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cupyattn.ops.call_operands import arguments_of
 from cupyattn.ops.operation import run
 from cupyattn.problem.settings import Settings
 
-#: Tensors of a call, by the names that plans have for them.
+#: Tensors of a call, by their names in plans.
 TENSORS = (
     "q", "k", "v", "mask", "bias", "rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight",
     "lengths_q", "lengths_kv", "cu_seqlens_q", "cu_seqlens_k",
@@ -86,7 +86,7 @@ def forward(
 
 
 def _check(tensors: Mapping[str, Any]) -> None:
-    """Raise for tensors that go in no call of attention together, in torch's words."""
+    """Raise, with torch's messages, for tensors that cannot be used in one call."""
     own = {n: x for n, x in tensors.items() if n in TENSORS}
     check_tensors("attention", {**own, "out": tensors["o"]} if "o" in tensors else own)
 

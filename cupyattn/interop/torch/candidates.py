@@ -1,4 +1,4 @@
-"""Which linear layers of a model may become INT8, and how others take their places."""
+"""Find the linear layers of a model that may become INT8, and replace them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, str]]:
 
 
 def int8_layers(model: nn.Module) -> Iterator[tuple[str, Int8Linear]]:
-    """Yield the layers of a model that are INT8, by names as `linear_layers` gives to others."""
+    """Yield the INT8 layers of a model, with names in the form of `linear_layers`."""
     for name, layer, _ in _layers("", model, "", set()):
         if isinstance(layer, Int8Linear):
             yield name, layer
@@ -64,7 +64,7 @@ def reason_unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,))
     ----------
     linear : Module
     kinds : tuple of type
-        The classes that are taken, and no others that inherit from them.
+        The accepted classes, without their subclasses.
     """
     if nn.utils.parametrize.is_parametrized(linear):
         return "is parametrised, so that its weight is made in each call"
@@ -75,7 +75,7 @@ def reason_unfit(linear: Any, kinds: tuple[type[nn.Module], ...] = (nn.Linear,))
     if has_hooks(linear):
         return "has hooks"
     if has_own_forward(linear):  # as libraries put it there that move weights in each call
-        return "has a forward of its own"
+        return "has its own forward"
     for name, tensor in (("weight", linear.weight), ("bias", linear.bias)):
         if tensor is not None and type(tensor) is not nn.Parameter:
             return f"its {name} is a {type(tensor).__name__}"

@@ -23,9 +23,9 @@ def check_tensors(name: str, tensors: Mapping[str, Tensor]) -> None:
     Parameters
     ----------
     name : str
-        Of the function, for messages.
+        Name of the function, for messages.
     tensors : mapping of str to Tensor
-        All that the call reads.
+        All tensors that the call reads.
 
     Raises
     ------

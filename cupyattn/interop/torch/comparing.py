@@ -1,4 +1,4 @@
-"""A pipeline or a model against itself, native and accelerated in turns: time, memory, quality."""
+"""Compare a pipeline or a model, native and accelerated in turns: time, memory, quality."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cupyattn.measure.pictures import data_uri, psnr, ssim
 from cupyattn.measure.trial import NATIVE, Comparison
 from cupyattn.measure.words import printable
 
-#: Runs of each way that are timed, behind one that compiles.
+#: Timed runs of each way, after one run that compiles.
 ROUNDS = 7
 #: Number of pictures of a result that are kept.
 MOST_PICTURES = 4
@@ -135,7 +135,7 @@ def _measure(
 def _quality(
     latents: Sequence[Tensor], pictures: Sequence[Any], of: Sequence[Tensor], beside: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return how far latents and pictures are from native ones."""
+    """Return the differences of latents and pictures from native ones."""
     found: dict[str, Any] = {
         "latents": [_finite(_relative(x, own)) for x, own in zip(latents, of, strict=False)]
     }
@@ -166,7 +166,7 @@ class _Ran:
 
 
 class _Bench:
-    """Calls a pipeline or a model in one way after the other."""
+    """Calls a pipeline or a model in each way in turn."""
 
     def __init__(
         self, target: Any, call: Mapping[str, Any], where: torch.device, seed: int
@@ -178,7 +178,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def restored(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Give a pipeline its models and its bar of progress back at the end."""
+        """Restore a pipeline's models and its progress bar at the end."""
         bar = vars(self.target).get("_progress_bar_config")
         if hasattr(self.target, "set_progress_bar_config"):  # a line after each run takes its place
             self.target.set_progress_bar_config(**{**(bar or {}), "disable": True})
@@ -227,7 +227,7 @@ class _Bench:
 
 
 class _Marks:
-    """Times at which steps ended, on the device or the host."""
+    """Records the times at which steps end, on the device or the host."""
 
     def __init__(self, where: torch.device) -> None:
         self._on_device = where.type == "cuda"
@@ -261,7 +261,7 @@ class _Marks:
 
 @contextlib.contextmanager
 def _watched(target: Any, marks: _Marks, latents: list[Tensor] | None) -> Iterator[None]:
-    """See every step of a pipeline's scheduler."""
+    """Observe every step of a pipeline's scheduler."""
     scheduler = getattr(target, "scheduler", None)
     if scheduler is None or not callable(getattr(scheduler, "step", None)):
         yield
@@ -336,7 +336,7 @@ def _flat(found: Any) -> Iterator[Any]:
 
 
 def _described(x: Any) -> str:
-    """Return the part of an argument that distinguishes calls."""
+    """Return the property of an argument by which calls are distinguished."""
     if isinstance(x, Tensor):
         return f"{x.dtype} {tuple(x.shape)}"
     if isinstance(x, bool | int | float | str | type(None)):

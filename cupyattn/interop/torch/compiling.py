@@ -27,7 +27,7 @@ _ATTRIBUTE = "_compiled_by_accelerate"
 
 @dataclass(eq=False)
 class Compiled:
-    """Modules of a model that were compiled, and how it is taken back.
+    """Compiled modules of a model, and how to undo the compilation.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Compiled:
         return _nothing, ()  # copies and files of a model run uncompiled code
 
     def said(self) -> str:
-        """Return a text: what was compiled, and why passes ran without a graph since."""
+        """Return a text: the compiled parts, and why passes have run without a graph since."""
         reasons = self.graph.reasons if self.graph is not None else {}
         without = "".join(f"; without a graph: {n} for {why}" for why, n in reasons.items())
         eager = "".join(
@@ -66,7 +66,7 @@ class Compiled:
         return f"{self.summary}{without}{eager}{full}"
 
     def warn_of_limit(self, name: str) -> None:
-        """Warn once for each class of blocks that torch compiles no more forms of it."""
+        """Warn once for each class of blocks that has reached torch's limit of compilations."""
         if name in self.limited:
             return
         self.limited.add(name)
@@ -126,7 +126,7 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
         kinds = Counter(type(module).__name__ for module in blocks)
         said = " and ".join(f"{count} {name}" for name, count in kinds.items())
         done = Compiled(f"{said} compiled with fullgraph=True")
-        # NOTE: below hooks, whose code cannot be part of a graph of the whole block.
+        # NOTE: below the hooks, whose code cannot be part of a graph of the whole block.
         for module in fresh:
             make = functools.partial(_Block, module, done)
             done.blocks.append(Substitute(module, make, below_hooks=True))
@@ -147,7 +147,7 @@ class _Block:
     ----------
     module : Module
     done : Compiled
-        Counts such calls.
+        Counts the calls of uncompiled code.
     own : callable
         The block's ``forward``.
     """

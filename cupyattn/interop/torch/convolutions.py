@@ -15,12 +15,12 @@ from cupyattn.interop.torch.candidates import reason_unfit
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.measure.words import printable
 
-#: Convolutions of torch that are taken, by the axes of their windows.
+#: Supported convolutions of torch, by the number of axes of their windows.
 KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class LinearConvolution(nn.Module):
-    """A convolution of 1 x 1 windows, or of patches, as a linear layer of the numbers of a window.
+    """A convolution of 1 x 1 windows or of patches, as a linear layer of each window's numbers.
 
     Parameters
     ----------
@@ -122,12 +122,12 @@ class LinearConvolution(nn.Module):
         return y.movedim(-1, 1).contiguous()
 
     def extra_repr(self) -> str:
-        """Name the windows."""
+        """Return the windows' sizes for ``repr``."""
         return f"kernel_size={self.kernel_size}, stride={self.stride}"
 
 
 def overlap(convolution: Any) -> str:
-    """Say why a convolution is no linear layer of its windows; empty if it is one."""
+    """Return why a convolution is no linear layer of its windows; "" if it is one."""
     kernel, stride = convolution.kernel_size, convolution.stride
     if convolution.groups != 1:
         return f"it has {convolution.groups} groups of channels"
@@ -149,7 +149,7 @@ def _padded(padding: str, kernel: tuple[int, ...]) -> list[bool]:
 
 
 class Convolutions(Handle):
-    """A model some of whose convolutions are linear layers, until they are restored.
+    """A model in which some convolutions are linear layers, until they are restored.
 
     `linear_convolutions` makes it. Calls and attributes go to the model; `target`, `replaced`,
     `kept`, `report` and `restore` belong to the handle. As a context manager it restores at the
@@ -169,12 +169,12 @@ class Convolutions(Handle):
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """Convolutions that became linear layers; each layer is named as it, with ``.linear``."""
+        """Convolutions that became linear layers; a layer's name is theirs with ``.linear``."""
         return self._handle_replaced
 
     @property
     def kept(self) -> dict[str, str]:
-        """Convolutions that did not, and why."""
+        """Convolutions that did not become linear layers, each with the reason."""
         return self._handle_kept
 
     # If torch compiles a function that calls the handle, the error gives this reason.
@@ -301,7 +301,7 @@ def linear_convolutions(
 
 
 def _obstacle(parent: nn.Module, convolution: nn.Module) -> str:
-    """Say why a convolution of a model has to stay; empty if it need not."""
+    """Return why a convolution of a model must stay; "" if it need not."""
     if inner_of(parent):
         return "it has an adapter"
     return reason_unfit(convolution, KINDS) or overlap(convolution)
@@ -310,7 +310,7 @@ def _obstacle(parent: nn.Module, convolution: nn.Module) -> str:
 def _places(
     model: nn.Module, kinds: tuple[type[nn.Module], ...]
 ) -> list[tuple[str, nn.Module, str, Any]]:
-    """Return name, parent, name there and module, of every place of a module of some kinds."""
+    """Return all places of modules of these kinds: name, parent, name in the parent, module."""
     return [
         (f"{name}.{part}" if name else part, parent, part, child)
         for name, parent in model.named_modules()

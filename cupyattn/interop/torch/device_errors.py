@@ -1,7 +1,7 @@
 """Worst-case errors of INT8 codes for a weight on a device, computed there by torch.
 
 `cupyattn.checkpoints.weight_errors` computes the errors on the host. Float32 sums depend on their
-order, so the two differ in the last bits. The errors returned here are the pessimistic end.
+order, so the two differ in the last bits. The errors returned here are upper bounds.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch.nn.functional import pad
 from cupyattn.checkpoints.weight_errors import NARROW_SQUARES, OUTLIER_RMS, WeightErrors
 from cupyattn.quant.blocks import BLOCK_SIZE, panels
 
-#: Elements of a part: its float32 copies take less memory than a large layer.
+#: Elements of a part, so few that its float32 copies take less memory than a large layer.
 PART_ELEMENTS = 2**22
-#: Relative difference of two sums of a column of a block, 127 additions in any order, each rounded
-#: by 2^-24 in both: such sums are of numbers that are not negative.
+#: Relative difference of two sums of a column of a block. Its numbers are not negative. Both sums
+#: have 127 additions in any order, each rounded by 2^-24.
 ORDER = 2 * BLOCK_SIZE * 2.0**-24
 #: The same for the limit of outliers, a square root, with room for rounding that to float32.
 LIMIT_ORDER = ORDER / 2 + 2.0**-22
@@ -54,7 +54,7 @@ def worst_errors(w: Tensor, codes: Tensor, scales: Tensor, strategy: str) -> Wei
 
 
 def _stacked(parts: list[list[Tensor]]) -> Tensor:
-    """Return sums of the first five numbers of parts, the largest of two, and the least."""
+    """Combine parts: sums of the first five numbers, maxima of two, the minimum of the last."""
     table = torch.stack([torch.stack([x.double() for x in part]) for part in parts])
     return torch.cat([table[:, :5].sum(0), table[:, 5:7].amax(0), table[:, 7:].amin(0)])
 

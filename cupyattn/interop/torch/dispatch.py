@@ -1,4 +1,4 @@
-"""Which way a call takes: straight to the kernels, through autograd, or as an operator.
+"""Decide how a call runs: directly on the kernels, through autograd, or as an operator.
 
 Torch must see an operator if something observes or replaces operators: a compiler, a mode, a
 transform, or a tensor of another class.
@@ -70,7 +70,7 @@ def call(settings: TensorSettings, tensors: dict[str, Any], out: Tensor | None =
 
 
 def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors as kernels read them, q, k and v of the type of a region of autocast.
+    """Return tensors that kernels can read; under autocast, q, k and v get its type.
 
     q, k and v are copied if their last axis is not contiguous, or if they are negated views.
 
@@ -96,7 +96,7 @@ def in_region(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _are_rows(tensors: dict[str, Any]) -> bool:
-    """Return whether rows of q, k and v are numbers one behind the other, which takes no copy."""
+    """Return whether rows of q, k and v are contiguous, so that no copy is needed."""
     try:
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
         if not q.stride()[-1] == k.stride()[-1] == v.stride()[-1] == 1:  # sooner than stride(-1)

@@ -1,9 +1,9 @@
 """A pass over Inductor's graph that moves operations into products of INT8 codes.
 
-GELU and SiLU after a layer, of all columns or of a half that multiplies the other, and
-``residual + gate * y`` become part of its product, which computes them in float32 before it rounds,
-if nothing else reads what is between. Layers with the same input that add nothing become one call,
-which quantises it once (`cupyattn.interop.torch.linear_parts`).
+GELU and SiLU after a layer, gated or not, and ``residual + gate * y`` become part of its product
+if nothing else reads the intermediate result. The product computes them in float32 before it
+rounds. Layers with the same input that add nothing become one call, which quantises it once
+(`cupyattn.interop.torch.linear_parts`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 #: Operators that split a result.
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
-#: Of nodes that are there before all others.
+#: Operations of nodes that precede all others.
 _GIVEN = ("placeholder", "get_attr")
 #: Number of other layers between two layers of a group, because models alternate two streams.
 _NEAR = 2
 
-#: Why this version of torch fuses nothing; "" if it does, or if nothing was compiled yet.
+#: Reason if this version of torch fuses nothing; "" if it does, or if nothing was compiled yet.
 obstacle = ""
 _registered = False
 
@@ -54,8 +54,8 @@ _registered = False
 def register() -> bool:
     """Let Inductor run the pass, while torch traces a layer; return True.
 
-    It stays for the process, beside passes of the caller's, and is part of the key under which
-    Inductor caches code. Other compilers get layers as one operator.
+    It stays until the process ends, beside the caller's passes, and is part of Inductor's cache
+    key. Other compilers get layers as one operator.
     """
     global obstacle, _registered
     if "torch._inductor.config" in sys.modules and not _registered:
@@ -109,7 +109,7 @@ def _uuid() -> str:
 class _Epilogue(NamedTuple):
     """Operations after a layer that become part of its product, and their last node.
 
-    The value of the node is the result of the product, in its type and strides.
+    The node's value is the product's result, with the same type and strides.
     """
 
     end: Node
@@ -152,10 +152,11 @@ def _arguments(layer: Node) -> tuple[Any, ...]:
 
 
 def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
-    """Return layers that one call may run, in groups: they read one input, near each other.
+    """Return groups of layers that one call may run: they read one input and are near each other.
 
-    Each group is run where its first layer is. Layers far apart stay so: results that are made long
-    before they are read take memory, as those of every block's layers of a prompt would.
+    Each group runs in the place of its first layer. Layers far apart are not grouped, because a
+    result that is computed long before its use takes memory. An example are all blocks' layers of
+    a prompt.
     """
     groups: dict[Any, tuple[int, list[Node]]] = {}  # by what they share: number of the last, all
     for number, node in enumerate(layers):
@@ -199,7 +200,7 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
 
 
 def _prologue(group: Sequence[Node]) -> Prologue | None:
-    """Return the norm in front of layers by channel that nothing else reads."""
+    """Return the norm before layers with scales of channels, if nothing else reads its result."""
     x = group[0].args[0]
     by_channel = all(value_of(node.args[2]).shape[-1] == 1 for node in group)
     if not by_channel or not isinstance(x, Node) or set(x.users) != {*group}:
@@ -212,7 +213,7 @@ def _prologue(group: Sequence[Node]) -> Prologue | None:
 def _replace_by_normed(
     graph: Graph, found: Mapping[Node, _Epilogue], normed: Prologue
 ) -> None:
-    """Replace layers, of which one alone may have a residual, and the norm in front of them."""
+    """Replace layers and the norm before them; only a single layer may have a residual."""
     first, one = next(iter(found.items()))
     arch, backend, rotate = _arguments(first)[5:]
     weights, scales, biases = ([node.args[place] for node in found] for place in (1, 2, 3))
@@ -242,7 +243,7 @@ def _begin_to_compile(
 
 
 def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
-    """Insert a call, whose operands keep the strides that they have now."""
+    """Insert a call whose operands keep their present strides."""
     node = graph.call_function(target, args)
     node.meta["val"] = val
     if target is not operator.getitem:
@@ -262,7 +263,7 @@ def _epilogue(layer: Node) -> _Epilogue:
 
 @functools.cache
 def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
-    """Return the nodes of an activation, its input first, as Inductor decomposes the function."""
+    """Return the nodes into which Inductor decomposes an activation, its input first."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -279,7 +280,7 @@ def _pattern(activation: str, dtype: torch.dtype) -> tuple[Node, ...]:
 
 
 def _activated(start: Node) -> tuple[Node, str] | None:
-    """Return the last node of an activation of a node, and which it is."""
+    """Return the last node of an activation of a node, and the activation's name."""
     for name in FUNCTIONS:
         found = _after(start, _pattern(name, value_of(start).dtype))
         if found is not None:
@@ -288,7 +289,7 @@ def _activated(start: Node) -> tuple[Node, str] | None:
 
 
 def _gated(layer: Node) -> tuple[Node, str] | None:
-    """Return the product of one half of a layer's columns, activated, and the other half."""
+    """Return the node that multiplies an activated half of a layer's columns by the other half."""
     halves = _halves(layer)
     if len(halves) != 2:
         return None
@@ -304,7 +305,7 @@ def _gated(layer: Node) -> tuple[Node, str] | None:
 
 
 def _halves(layer: Node) -> list[Node]:
-    """Return both halves of a layer's columns, in order, if nothing reads anything else of it."""
+    """Return both halves of a layer's columns, in order, if nothing else of it is read."""
     like, users = value_of(layer), list(layer.users)
     if len(users) == 1 and users[0].target in _SPLITS:
         users = list(users[0].users)
@@ -324,7 +325,7 @@ def _halves(layer: Node) -> list[Node]:
 
 
 def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:
-    """Return the last node of a pattern that begins at a node and that nothing else reads."""
+    """Return the last node of a pattern from a node on, if nothing else reads inner nodes."""
     found = {pattern[0]: start}
     for node in pattern[1:]:
         args = map_arg(node.args, found.__getitem__)
@@ -342,9 +343,9 @@ def _after(start: Node, pattern: tuple[Node, ...]) -> Node | None:
 
 
 def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
-    """Return the sum that a result is part of: ``residual + gate * y``, or without the gate.
+    """Return the sum ``residual + gate * y`` or ``residual + y`` of which a result is part.
 
-    In the type of the result, or in float32 and converted to it. A gate may be float32 itself.
+    The sum has the result's type, or is float32 and converted to it. A gate may be float32.
     """
     at, gate, reader = end, None, _only_reader(end)
     if like.dtype != torch.float32 and _is_conversion(reader, torch.float32):

@@ -13,7 +13,7 @@ Forward = Callable[..., Any]
 
 
 class Substitute:
-    """Replaces a module's ``forward`` by other code. Copies and files have the original.
+    """Replaces a module's ``forward`` by other code. Copies and saved files have the original code.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Substitute:
 
     @property
     def is_active(self) -> bool:
-        """Whether it has not been undone."""
+        """Whether the replacement has not been undone."""
         return self._call is not self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class Substitute:
 
 
 def _own(module: nn.Module) -> Forward:
-    """Return the ``forward`` that a module has by its class."""
+    """Return the ``forward`` of a module's class."""
     return MethodType(type(module).forward, module)
 
 

@@ -373,9 +373,9 @@ def pair(name: str, given: Any) -> tuple[Any, Any]:
 def _leading_axes(
     query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """Return the axes that operands have after they broadcast, before the heads, and each's heads.
+    """Return the axes before the heads after broadcasting, and the heads of each operand.
 
-    Heads broadcast as the axes before them do, unless key and value may have fewer heads.
+    Heads broadcast like the axes before them, unless key and value may have fewer heads.
     """
     operands = query, key, value
     leading = [x.shape[:-2] for x in operands]

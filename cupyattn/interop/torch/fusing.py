@@ -1,7 +1,7 @@
 """Keep projections of queries, keys and values INT8 when diffusers fuses them.
 
-``fuse_qkv_projections()`` of a model lets each attention module make one linear layer of three. It
-would read the dequantised weights, and its result would have 16 bits.
+``fuse_qkv_projections()`` of a model lets each attention module make one linear layer of three.
+Without this module it would read the dequantised weights, and the fused layer would have 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = {name for parts in _PARTS.values() for name in parts}
 
 
 def allow_fusing(model: nn.Module) -> None:
-    """Let attention modules of a model that have INT8 projections fuse them to INT8 ones.
+    """Let attention modules that have INT8 projections fuse them to INT8 layers.
 
     Parameters
     ----------
@@ -68,9 +68,9 @@ def _projections(module: nn.Module) -> dict[str, Int8Linear]:
 
 
 def _fuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the class's method on the weights before INT8, then let its layers become INT8.
+    """Run the class's method on the original weights, then let its layers become INT8.
 
-    An adapter of a projection has no part in it, as without INT8.
+    As without INT8, an adapter of a projection is not fused.
     """
     with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
         return _fused_here(module, *args, **kwargs)
@@ -108,7 +108,7 @@ def as_linear(layer: Int8Linear) -> nn.Linear:
 
 
 def _fused(linear: nn.Linear, name: str, parts: Sequence[Int8Linear]) -> Int8Linear:
-    """Return the INT8 layer of a fused layer, with the codes of its parts if these fill blocks."""
+    """Return the INT8 layer for a fused layer, with its parts' codes if these fill blocks."""
     first = parts[0]
     alike = len({part.rotate for part in parts}) == 1
     by_channel = alike and {part.strategy for part in parts} == {"channel"}

@@ -1,4 +1,4 @@
-"""What passes over Inductor's graphs ask of nodes: their values, and how shapes go together."""
+"""Answer the questions of Inductor passes about nodes: their values, and how shapes broadcast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes of a model's methods while it has INT8 layers, so other libraries work with it."""
+"""Change a model's methods while it has INT8 layers, so that other libraries work with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Code that Inductor writes for our operators: calls made for their place (`places`).
+"""Generate Inductor's code for our operators: calls made for their place (`places`).
 
-Inductor's table of generators is private (torch 2.11 to 2.13 have it). Scheduling, aliasing,
-strides and asserts stay Inductor's: a generator writes one line, and one into the header. Without
-the table operators go by torch's dispatcher, and reports say so.
+Inductor's table of generators is private (torch 2.11 to 2.13 have it). Inductor still decides
+scheduling, aliasing, strides and asserts: a generator writes one line, and one into the header.
+Without the table, operators are called through torch's dispatcher, and reports say so.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-#: Operators that are called so, by their names in ``torch.ops.cupyattn``.
+#: Operators with generated calls, by their names in ``torch.ops.cupyattn``.
 OPERATORS = (
     "int8_linear", "int8_layer", "int8_layers", "int8_normed_layers", "diffusers_attention",
     "attention", "attention_qkv",
 )  # fmt: skip
-#: Why operators use the dispatcher with this version of torch; "" if they do not, or if nothing was
-#: compiled yet.
+#: Reason if operators use the dispatcher with this version of torch; "" if they do not, or if
+#: nothing was compiled yet.
 obstacle = ""
 
 _IMPORT = "from cupyattn.interop.torch.places import place as cupyattn_place"
@@ -27,7 +27,7 @@ _log = logging.getLogger("cupyattn")
 
 
 def register() -> None:
-    """Put our generators into Inductor's table, or say in `obstacle` that there is no table."""
+    """Put our generators into Inductor's table, or store in `obstacle` that there is no table."""
     global obstacle
     try:
         from torch._inductor.codegen.custom_extern_kernel_codegen import (
@@ -77,7 +77,7 @@ def _generate(node: Any, writeline: Callable[[Any], None]) -> None:
 
 
 def _texts(node: Any, wrapper: Any, device: Any) -> tuple[str, str]:
-    """Return the arguments of `places.place`, and the arguments of a call at the place."""
+    """Return the texts of the arguments of `places.place`, and of a call at the place."""
     references = [x.codegen_reference() for x in node.inputs]
     numbers = {text: number for number, text in enumerate(dict.fromkeys(references))}
     given, named = node.unflatten_args(
@@ -119,7 +119,7 @@ class _Name:
 
 
 def _symbols(x: Any) -> set[Any]:
-    """Return the free symbols of lengths, and of arguments that may hold some."""
+    """Return the free symbols of lengths, and of arguments that may contain symbols."""
     if isinstance(x, (list, tuple)):
         return set().union(*map(_symbols, x))
     node = getattr(x, "node", None)  # of a torch.SymInt

@@ -38,10 +38,10 @@ _OPERANDS = ", ".join(f"Tensor{'' if name in ('q', 'k', 'v') else '?'} {name}" f
 
 
 class Layer(Int8Attention):
-    """`cupyattn.Int8Attention` with the methods that a derivative needs."""
+    """`cupyattn.Int8Attention` with the methods that a derivative requires."""
 
     def check_operator(self, tensors: Mapping[str, Tensor], *, differentiable: bool) -> None:
-        """Raise UnsupportedError where a call cannot be an operator."""
+        """Raise UnsupportedError if a call cannot be an operator."""
         if self._settings.enable_pruning:
             raise UnsupportedError(
                 "token pruning has no derivative and cannot be traced: compute under "
@@ -56,13 +56,13 @@ class Layer(Int8Attention):
             check_differentiable("int8_attention", tensors)
 
     def with_lse(self, arrays: Mapping[str, Any], scores: Mapping[str, Any], **step: Any) -> Any:
-        """Run a call on q, k and v at a step, with options of scores, ``return_lse``, ``out``."""
+        """Run a call on q, k and v at a step, with score options, ``return_lse`` and ``out``."""
         q, k, v = (arrays[name] for name in "qkv")
         found, _ = self._attend(q, k, v, self.step(**step), self._settings, dict(scores))
         return found
 
     def backward_settings(self, tensors: Mapping[str, Tensor], **own: Any) -> TensorSettings:
-        """Return the settings of a backward pass: its options of scores."""
+        """Return the settings of a backward pass, which are its score options."""
         q = tensors["q"]
         with on_device_of(q):
             scores = self._settings.of_scores(as_array(q), as_array(tensors["k"]), 1)
@@ -83,8 +83,8 @@ def _layer_of(number: int) -> Layer:
     found = _layers.get(number)
     if found is None:
         raise RuntimeError(
-            "the Int8Attention of this graph is no more, or belongs to another process: keep the "
-            "module, and trace the call again"
+            "the Int8Attention of this graph no longer exists, or belongs to another process: keep "
+            "the module, and trace the call again"
         )
     return found
 
@@ -96,7 +96,7 @@ def attend(
     rope_interleaved: bool,
     **options: Any,
 ) -> Any:
-    """Run a call with everything that it may ask for, outside of graphs and gradients.
+    """Run a call with any options, outside of graphs and gradients.
 
     Parameters
     ----------

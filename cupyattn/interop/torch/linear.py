@@ -80,7 +80,7 @@ def _derivative(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
-    """Run a layer on an x with a mapped axis: it takes any number of axes in front."""
+    """Run a layer on an x with a mapped axis, which counts as a further leading axis."""
     x_axis, *others = in_dims
     if x_axis is None or any(axis is not None for axis in others):
         return None
@@ -91,9 +91,9 @@ def _join(size: int, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
 def dequantised(
     weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, rotate: str | None = None
 ) -> Tensor:
-    """Return codes times scales, as `cupyattn.weight_dequant` has them, bit for bit.
+    """Return codes times scales, bit for bit as `cupyattn.weight_dequant` does.
 
-    The numbers of a rotated weight are rotated back, in float32.
+    A rotated weight is rotated back, in float32.
     """
     rows, columns = weight.shape
     if rotate is not None:
@@ -115,7 +115,7 @@ def _refuse_outliers(columns: list[int]) -> None:
 
 
 def _form(name: str, tensor: Tensor | None) -> Described | None:
-    """Describe a tensor by its shape and type; refuse other things."""
+    """Describe a tensor by its shape and type; refuse other objects."""
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):
@@ -132,9 +132,9 @@ int8_linear = define(
 differentiate(int8_linear, _derivative, _save, _join)
 
 
-#: The names of a layer's codes in a state dict, now and formerly.
+#: The present and the former name of a layer's codes in a state dict.
 CODES, FORMER_CODES = "weight_codes", "weight"
-#: Buffers of a layer that keep their type when the module is converted.
+#: A layer's buffers that keep their type when the module is converted.
 _OWN = (CODES, "weight_scale", ROTATION)
 
 
@@ -144,7 +144,7 @@ class Int8Linear(torch.nn.Linear):
     Parameters
     ----------
     codes : Tensor, (out, in), int8
-        Of W, as `cupyattn.weight_quant` makes them.
+        Codes of W, as `cupyattn.weight_quant` makes them.
     scales : Tensor, (ceil(out / 128), ceil(in / 128)) or (out, 1)
         Of blocks, or of channels: then x gets a scale for each row. Of any float type; the layer
         keeps float32.
@@ -298,7 +298,7 @@ class Int8Linear(torch.nn.Linear):
         Raises
         ------
         TypeError
-            For what is no linear layer, or INT8 already.
+            If `linear` is not a linear layer, or already INT8.
         ValueError, UnsupportedError
             As for `from_weight`.
         """
@@ -389,7 +389,7 @@ class Int8Linear(torch.nn.Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load codes with their scales; report other tensors, of which nothing is copied then."""
+        """Load codes with their scales; report unsuitable tensors, and then copy nothing."""
         former = prefix + FORMER_CODES
         if former in state_dict and prefix + CODES not in state_dict:
             state_dict = {
@@ -403,7 +403,7 @@ class Int8Linear(torch.nn.Linear):
         )
 
     def _unfit(self, state_dict: dict[str, Any], prefix: str) -> str:
-        """Say why the tensors of a state dict are no codes and scales of this layer, or ""."""
+        """Return why a state dict's tensors are no codes and scales of this layer, or ""."""
         codes, scales = (state_dict.get(prefix + name) for name in (CODES, "weight_scale"))
         if isinstance(codes, Tensor) and codes.dtype != torch.int8:
             return (
@@ -432,7 +432,7 @@ class Int8Linear(torch.nn.Linear):
         return ""
 
     def _otherwise_rotated(self, state_dict: dict[str, Any], prefix: str) -> str:
-        """Say that codes are of another rotation than the layer's, or ""."""
+        """Return that the codes' rotation differs from the layer's, or ""."""
         given = state_dict.get(prefix + ROTATION)
         marks = [None if given is None else given.tolist()]
         marks += [None if self.rotate is None else [*marker(self.rotate, self.in_features)]]
@@ -473,7 +473,7 @@ class Int8Linear(torch.nn.Linear):
         RuntimeError
             For an x of another shape, or on another device.
         TypeError
-            For another type, and what is no tensor.
+            For another type, and if an argument is not a tensor.
         UnsupportedError
             For a gradient with `activation` or beside `residual`, and for forward-mode derivatives.
         """
@@ -506,7 +506,7 @@ class Int8Linear(torch.nn.Linear):
         return run(*given, *options)
 
     def _checked(self, x: Any) -> Tensor:
-        """Return an input that fits the layer, in the type of a region of autocast."""
+        """Return a valid input, in the type of an autocast region."""
         if not isinstance(x, Tensor):
             raise TypeError(f"Int8Linear(): argument 'x' must be Tensor, not {type(x).__name__}")
         if x.dim() == 0 or x.shape[-1] != self.in_features:
@@ -523,7 +523,7 @@ class Int8Linear(torch.nn.Linear):
         return x
 
     def extra_repr(self) -> str:
-        """Name sizes, strategy of scales, type of the weight, and settings."""
+        """Return sizes, strategy of scales, type of the weight, and settings for ``repr``."""
         named = {
             "in_features": self.in_features, "out_features": self.out_features,
             "bias": self.bias is not None, "strategy": self.strategy, "rotate": self.rotate,

@@ -1,4 +1,4 @@
-"""A layer of INT8 codes with its epilogue, and several layers of one input in one call.
+"""Run an INT8 layer with its epilogue, or several layers of one input, in one call.
 
 `cupyattn.interop.torch.epilogues` replaces ``int8_linear`` by these operators, because a call costs
 more host time than its launches. Their derivatives are refused.
@@ -46,20 +46,20 @@ def multiply(
         For each layer its weight, the weight's scales, bias, residual and gate; None, or left out
         at the end, where there is no such tensor.
     activations : tuple of str
-        Of each layer; "" for none.
+        Activation of each layer; "" for none.
     arch, backend : str, optional
         As for `Int8Linear`.
     rotate : {None, "hadamard"}
         As for `cupyattn.norm_quant`.
     before : NormQuantSettings, optional
-        What else happens to rows before they are quantised; it has the rotation, too.
+        Operations on rows before they are quantised, including the rotation.
     vectors : sequence
         Tensors of that pass, in the order of `cupyattn.plans.norm_quant.VECTORS`.
 
     Returns
     -------
     list of Tensor
-        The result of each layer: memory of torch's own, which its CUDA graphs take back.
+        The result of each layer, in torch's memory, which its CUDA graphs can free.
     """
     dtype = str(x.dtype).removeprefix("torch.")
     before = before or rotation_before(rotate)
@@ -71,7 +71,7 @@ def multiply(
 def named(
     x: Tensor, layers: Sequence[Sequence[Tensor | None]], vectors: Sequence[Tensor | None] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors of `multiply` by the buffers of the plan."""
+    """Return the tensors of `multiply` by the names of the plan's buffers."""
     tensors = {"x": x}
     given = zip(VECTORS, vectors, strict=False)
     tensors |= {name: vector for name, vector in given if vector is not None}
@@ -87,14 +87,14 @@ _OF_LAYERS = Tensors()
 
 @functools.cache
 def _names(number: int) -> tuple[str, ...]:
-    """Return the names of a layer's operands in a call, from the number of the layer."""
+    """Return the names of a layer's operands in a call, by the layer's number."""
     return tuple(f"{name}{number}" for name in OPERANDS)
 
 
 def results_of(
     x: Tensor, layers: Sequence[Sequence[Tensor | None]], activations: Sequence[str]
 ) -> list[Tensor]:
-    """Return tensors for the results of layers; for fake tensors, their forms."""
+    """Return empty tensors for the layers' results; fake tensors if the operands are fake."""
     rows = x.shape[:-1]
     weights = (layer[0] for layer in layers if layer[0] is not None)
     return [
@@ -149,7 +149,7 @@ class NormedLayers(NamedTuple):
     weights: Sequence[Any]
     weight_scales: Sequence[Any]
     biases: Sequence[Any]
-    #: Of a single layer.
+    #: Arguments of a single layer.
     residual: Any
     gate: Any
     activations: Sequence[str]
@@ -165,12 +165,12 @@ class NormedLayers(NamedTuple):
 
     @property
     def before(self) -> NormQuantSettings:
-        """What happens to rows before they are quantised."""
+        """Operations on rows before they are quantised."""
         return NormQuantSettings(self.norm, None, self.rotate, self.eps, "channel", None)
 
     @property
     def vectors(self) -> tuple[Any, ...]:
-        """The tensors of that pass, as `multiply` takes them."""
+        """The tensors of these operations, as `multiply` takes them."""
         return self.norm_weight, self.norm_bias, self.scale, self.shift
 
 

@@ -1,4 +1,4 @@
-"""`load_int8`: a converted checkpoint in a model, and the layers that its codes make."""
+"""`load_int8`: load a converted checkpoint into a model, and make INT8 layers of its codes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def load_int8(
 def _loaded(
     given: Any, checkpoint: str | PathLike[str], options: dict[str, Any]
 ) -> nn.Module:
-    """Load a model as `load_int8` does; options are for the layers."""
+    """Load a model like `load_int8`; `options` are passed to the layers."""
     given = target_of(given)
     model = uncompiled(given)
     if isinstance(model, nn.Module):
@@ -150,7 +150,7 @@ def opened(path: str | PathLike[str]) -> Source:
 
 
 def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
-    """Return the weights that are codes as `Int8Linear` takes them, by name, and their parts.
+    """Return the checkpoint's coded weights in the form of `Int8Linear`, by name, and their parts.
 
     Scales are of blocks of 128 x 128, of channels, or of the whole weight; the last becomes the
     scale of each channel.
@@ -168,10 +168,9 @@ def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
             kind = "with zero points" if one.zero_points else "packed, or of fewer than 8 bits"
         elif scheme.activations:
             raise UnsupportedError(
-                f"{source.path}: products take activations with scales made in each call, "
-                f"symmetric, a scale for each row (or 128 channels, where weights are in blocks); "
-                f"those of {one.weight!r} are to have {scheme.activations}: dequantize the model, "
-                "and convert the result"
+                f"{source.path}: activations of {one.weight!r} must have {scheme.activations}, but "
+                "products make symmetric scales in each call, one for each row (for 128 channels, "
+                "if weights are in blocks): dequantize the model, and convert the result"
             )
         else:
             continue
@@ -179,11 +178,6 @@ def codes_of(source: Source) -> tuple[dict[str, Codes], frozenset[str]]:
             f"{source.path}: products take blocks of {BLOCK_SIZE} x {BLOCK_SIZE} or channels, "
             f"without zero points; the codes of {one.weight!r} are {kind}: dequantize the model, "
             "and convert the result"
-        )
-    if len(strategies := {one.scheme.strategy for one in found.values()}) > 1:
-        raise UnsupportedError(
-            f"{source.path}: its weights mix the strategies {' and '.join(sorted(strategies))}: "
-            "dequantize the model, and convert the result"
         )
     return found, parts
 
@@ -199,7 +193,7 @@ def check_shape(source: Source, codes: Codes, linear: nn.Linear) -> None:
 
 
 def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear) -> None:
-    """Raise ValueError if codes that we wrote are of another weight than a layer has.
+    """Raise ValueError if codes written by cupyattn belong to another weight than the layer's.
 
     Our codes are at most half a step from their weight. A weight that was rounded to 16 bits is at
     most a quarter of a step further off. Other writers need not round to the nearest code. The
@@ -226,7 +220,7 @@ def check_own(source: Source, codes: Codes, layer: Int8Linear, linear: nn.Linear
 def layer_of(
     source: Source, codes: Codes, linear: nn.Linear, options: dict[str, Any]
 ) -> Int8Linear:
-    """Return a layer of a checkpoint's codes with the bias of the one that it replaces."""
+    """Return a layer of a checkpoint's codes, with the bias of the layer that it replaces."""
     check_shape(source, codes, linear)
     stored, scales = stored_codes(source, codes), scales_of(source, codes)
     if stored.dtype != np.int8:
@@ -248,10 +242,10 @@ def layer_of(
 def _dtype_of(
     layer: Int8Linear, former: str | None, of_scales: str, linear: nn.Linear
 ) -> torch.dtype:
-    """Return the type that a weight had.
+    """Return the type of a weight before it was quantised.
 
-    As files record it, of the bias, of scales that have 16 bits, as others store them, or of the
-    model.
+    It is the recorded type, or else that of the bias, of 16-bit scales (which other writers
+    store), or of the model.
     """
     if former is None and layer.bias is not None:
         return layer.bias.dtype
@@ -270,7 +264,7 @@ def _home(device: torch.device) -> torch.device:
 
 
 def _instance(cls: type, folder: Path) -> Any:
-    """Make a model by its configuration, as its library does."""
+    """Make a model from its configuration, as its library does."""
     if hasattr(cls, "load_config") and hasattr(cls, "from_config"):  # diffusers
         config = dict(cls.load_config(folder))
         config.pop(QUANTIZATION, None)
@@ -285,7 +279,7 @@ def _instance(cls: type, folder: Path) -> Any:
 
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Let parameters of modules that are made within be meta tensors; buffers are made."""
+    """Give modules made within this context meta tensors as parameters, and real buffers."""
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: Any) -> None:
@@ -301,7 +295,7 @@ def _parameters_without_memory() -> Iterator[None]:
 
 
 def _load_rest(model: nn.Module, source: Source, loaded: frozenset[str]) -> None:
-    """Load all that is not `loaded`; every tensor must have its place, every place its tensor."""
+    """Load all tensors except `loaded`; the remaining tensors must match the model's one to one."""
     own: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
     codes = {id(layer) for layer in model.modules() if isinstance(layer, Int8Linear)}
     filled = {

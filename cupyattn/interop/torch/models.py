@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
-from cupyattn.interop.selection import Patterns, Selection
+from cupyattn.interop.selection import Patterns, Selection, first_names
 from cupyattn.interop.torch import epilogues, inductor_calls
 from cupyattn.interop.torch.activated import place_activated_layers
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, reason_unfit
@@ -22,17 +22,24 @@ from cupyattn.interop.torch.loading import check_own, check_shape, codes_of, lay
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import Call, keep_original, original_of
 from cupyattn.interop.torch.placing import Verdict, place_layers
-from cupyattn.interop.torch.quantising import quantised, with_strategy
+from cupyattn.interop.torch.quantising import (
+    Activations,
+    check_names,
+    quantised,
+    with_strategy,
+)
 from cupyattn.interop.torch.restoring import restore_linear
 from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 
+#: Why activations are refused with a checkpoint.
+ONE_OF_BOTH = "activations choose codes, and those of a checkpoint are made: give one of both"
 #: Choices for the replaced weights.
 ORIGINALS = ("cpu", "device", "drop")
 
 
 class NothingReplaced(ValueError):
-    """No linear layer of a model becomes INT8; the message says why the first ones do not."""
+    """Raised if no linear layer of a model becomes INT8; the message has the first reasons."""
 
 
 class Replacement(Handle):
@@ -74,12 +81,12 @@ class Replacement(Handle):
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Layers that became INT8, and why."""
+        """Layers that became INT8, each with the reason."""
         return self._handle_replaced
 
     @property
     def kept(self) -> dict[str, str]:
-        """Linear layers that did not, and why."""
+        """Linear layers that did not become INT8, each with the reason."""
         return self._handle_kept
 
     # If torch compiles a function that calls the handle, the error gives this reason.
@@ -100,7 +107,7 @@ class Replacement(Handle):
         Warns
         -----
         UserWarning
-            Names layers that are not in the model any more, as of projections that were fused.
+            Names layers that are no longer in the model, such as fused projections.
 
         Notes
         -----
@@ -139,7 +146,7 @@ def replace_linear_with_int8(
     arch: str | None = None,
     backend: str | None = None,
     again: bool = False,
-    activations: Mapping[str, Tensor] | None = None,
+    activations: Activations | None = None,
     advance: Callable[[str], None] | None = None,
 ) -> Replacement:
     """Replace linear layers of a model by `Int8Linear`.
@@ -164,9 +171,10 @@ def replace_linear_with_int8(
         As for `cupyattn.int8_gemm`.
     again : bool
         First undo all earlier replacements of linear layers in the model.
-    activations : mapping of str to Tensor, optional
-        Inputs of layers, (..., in), by name. They decide for each layer between scales of blocks,
-        of channels, and of channels of rotated rows, unless `config` does.
+    activations : mapping of str to Tensor or array, optional
+        Inputs of layers, (..., in), by name, as ``record(model).recording.inputs`` has them. They
+        decide for each layer between scales of blocks, of channels, and of channels of rotated
+        rows, unless `config` does.
     advance : callable, optional
         Called with the name of each examined layer, for a progress bar.
 
@@ -182,8 +190,9 @@ def replace_linear_with_int8(
         If `model` is not a module: give a pipeline's transformer. For patterns that are not text.
     ValueError
         If no layer becomes INT8 or all are replaced already, for a pattern that is not a regular
-        expression or matches no name, and for a checkpoint of other shapes. For a model whose
-        weights are offloaded or cast in each call: replace first, then offload.
+        expression or matches no name, for a checkpoint of other shapes, and for activations of an
+        unknown layer or beside a checkpoint. For a model whose weights are offloaded or cast in
+        each call: replace first, then offload.
     RuntimeError
         With `again`, if a layer cannot be restored: as for `Replacement.restore`.
 
@@ -225,8 +234,12 @@ def replace_linear_with_int8(
     selection = Selection.of(include, exclude)
     own = uncompiled(model)
     before = [name for name, _ in int8_layers(own)]
-    if names := [name for name, *_ in linear_layers(own)] + before:
+    names = [name for name, *_ in linear_layers(own)] + before
+    if names:
         selection.check(names, "linear layer")
+    check_names(activations, names)
+    if activations is not None and checkpoint is not None:
+        raise ValueError(ONE_OF_BOTH)
     check_not_offloaded(own)
     if again:
         restore_linear(own)
@@ -255,7 +268,7 @@ def replace_linear_with_int8(
     if not reasons:
         why = "; ".join(printable(f"{n}: {reason}") for n, reason in [*kept.items()][:3])
         if isinstance(model, nn.Linear):
-            why = "it is one by itself, which Int8Linear.from_linear quantises"
+            why = "it is itself a linear layer, which Int8Linear.from_linear quantises"
         raise NothingReplaced(
             f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
         )
@@ -268,7 +281,7 @@ def replace_linear_with_int8(
 
 
 def _saved(model: nn.Module, call: Call) -> float:
-    """Return the share of the bytes of a model's weights that the layers of a call have saved."""
+    """Return the share of the model's weight bytes that this call's INT8 layers save."""
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
     now = sum(map(_bytes, model.parameters())) + sum(map(_bytes_of_codes, layers))
     saved = sum(
@@ -291,7 +304,7 @@ def _bytes(x: Tensor) -> int:
 def _candidates(
     model: nn.Module, selection: Selection
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """Return the layers that may be replaced, and why others may not."""
+    """Return the layers that may be replaced, and the reasons for the others."""
     candidates, kept = {}, {}
     for name, linear, obstacle in linear_layers(model):
         if name not in selection:
@@ -313,16 +326,21 @@ def _from_checkpoint(
     source = opened(path)
     codes, _ = codes_of(source)
     found = {name: codes.get(f"{name}{WEIGHT}") for name in candidates}
+    if candidates and not any(found.values()):
+        raise NothingReplaced(
+            f"{source.path} has codes of {first_names([*codes])}, and of no layer that is to be "
+            "INT8: give codes of this model"
+        )
     for name, one in found.items():  # before a layer is dropped
         if one is not None:
             check_shape(source, one, candidates[name])
     for name, one in found.items():
         if one is None:
-            yield name, None, f"{source.path.name} has no codes of it"
+            yield name, None, "the checkpoint has no codes of it"
         else:
             layer = layer_of(source, one, candidates[name], options)
             check_own(source, one, layer, candidates[name])
             layer.weight_dtype = candidates[name].weight.dtype
-            yield name, layer, f"codes of {source.path.name}"
+            yield name, layer, f"codes of {source.path.name}" + ", rotated" * bool(layer.rotate)
         if advance is not None:
             advance(name)

@@ -64,7 +64,7 @@ class Attention(torch.nn.Module):
         self._block_mask_number = None if block_mask is None else number_of(block_mask)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give copies a separate block mask."""
+        """Restore the state of a copy, which gets a separate block mask."""
         super().__setstate__(state)
         self._name_block_mask()
 
@@ -117,7 +117,7 @@ class Attention(torch.nn.Module):
 
 
 class Int8Attention(torch.nn.Module):
-    """`cupyattn.Int8Attention` on tensors: INT8 where noise covers it, 16 bits where not.
+    """`cupyattn.Int8Attention` on tensors: INT8 at noisy steps, 16 bits at the other steps.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Int8Attention(torch.nn.Module):
     qk_norm : (Tensor, Tensor), optional
         As for `cupyattn.Int8Attention`; buffers, which move with the module.
     **options
-        All others of `cupyattn.Int8Attention`, by name.
+        All other options of `cupyattn.Int8Attention`, by name.
 
     Raises
     ------
@@ -193,27 +193,27 @@ class Int8Attention(torch.nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out state that is made from the rest."""
+        """Return the state without the parts that are made from the rest."""
         return {n: x for n, x in self.__dict__.items() if n not in ("_layer", "_number")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make it again."""
+        """Restore the state, and make these parts again."""
         super().__setstate__(state)
         self._remake_layer()
 
     def _remake_layer(self) -> None:
-        """Make it of options that were warned about when the module was constructed."""
+        """Make the layer again, without repeating the warnings of the constructor."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             self._make_layer()
 
     def mode(self, timestep: int | None = None, *, sigma: float | None = None) -> str:
-        """Return the mode that the policy takes at a step."""
+        """Return the mode that the policy chooses at a step."""
         return self._layer.mode(timestep, sigma=sigma)
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How many calls fell back to 16 bits, by reason."""
+        """Number of calls that fell back to 16 bits, by reason."""
         return self._layer.fallbacks
 
     def forward(
@@ -312,9 +312,9 @@ class Int8Attention(torch.nn.Module):
         Raises
         ------
         UnsupportedError
-            Where torch traces or differentiates the call.
+            If torch traces or differentiates the call.
         RuntimeError, NotImplementedError, ValueError, TypeError
-            As a call.
+            As for a call of the module.
         """
         tensors = in_region(named(q_cond, k, v, mask=mask, rope=rope))
         tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
@@ -344,7 +344,7 @@ class Int8Attention(torch.nn.Module):
 
 
 def _number(timestep: Any) -> Any:
-    """Return a timestep as a number; of a tensor on a host the one that it holds."""
+    """Return a timestep as a number, read from a tensor if that is on the host."""
     if not isinstance(timestep, Tensor):
         return timestep
     if not timestep.is_cpu:

@@ -48,7 +48,7 @@ def norm_quant(
     -------
     codes : Tensor, (..., channels), int8
     scales : Tensor, (..., 1) or (..., blocks), float32
-        Both where x lies, on torch's current stream.
+        Both are on the device of x, written on torch's current stream.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def norm_quant(
 
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Quantise rows: what the operator does on a CPU or a CUDA device."""
+    """Quantise rows: the operator's kernel on a CPU or a CUDA device."""
     given = zip(_NAMES, arguments, strict=False)
     tensors = {name: tensor for name, tensor in given if tensor is not None}
     settings = NormQuantSettings(*arguments[len(_NAMES) :])

@@ -1,4 +1,4 @@
-"""Hooks of accelerate and diffusers that move or convert the weights of a model in each call."""
+"""Recognise hooks of accelerate and diffusers that move or convert weights in each call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_readable(layer: nn.Module, codes: Tensor) -> None:
     ----------
     layer : Int8Linear
     codes : Tensor
-        Of the layer.
+        The layer's codes.
 
     Raises
     ------
@@ -76,13 +76,13 @@ def check_readable(layer: nn.Module, codes: Tensor) -> None:
 
 
 def home_of(layer: nn.Module, codes: Tensor) -> torch.device:
-    """Return where the codes of an INT8 layer are when it is called.
+    """Return the device of an INT8 layer's codes during a call.
 
     Parameters
     ----------
     layer : Int8Linear
     codes : Tensor
-        Of the layer. On the meta device if accelerate offloads it.
+        The layer's codes, on the meta device if accelerate offloads them.
     """
     return (device_of_hooks(layer) if codes.is_meta else None) or codes.device
 
@@ -106,7 +106,7 @@ def offload_codes(layer: nn.Module, hook: Any) -> None:
     ----------
     layer : Int8Linear
     hook : ModelHook
-        Which accelerate has just put on the layer; may be modified.
+        The hook that accelerate has just put on the layer; may be modified.
     """
     for one in _hooks_in(hook):
         if not getattr(one, "offload", False) or getattr(one, "offload_buffers", True):
@@ -185,7 +185,7 @@ def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) 
         on_meta = any(x.is_meta for x in (*layer.parameters(), *layer.buffers()))
         if on_meta and not offloaded:
             raise RuntimeError(
-                f"{name!r} is on the meta device, and so holds no numbers of its own any more: "
+                f"{name!r} is on the meta device, so it has no numbers any more: "
                 "make the model again, or call restore() before to('meta')"
             )
         if _is_placed(layer) or on_meta:
@@ -195,8 +195,8 @@ def check_restorable(model: nn.Module, layers: Iterator[tuple[str, nn.Module]]) 
             )
         if has_own_forward(layer) and CASTING not in hooks_of_diffusers(layer):
             raise RuntimeError(
-                f"{name!r} has a forward of its own, which another library has put there: remove "
-                "it first"
+                f"{name!r} has its own forward, which another library has put there: remove it "
+                "first"
             )
 
 

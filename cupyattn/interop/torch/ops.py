@@ -1,4 +1,4 @@
-"""``torch.ops.cupyattn``: the calls as torch's dispatcher knows them.
+"""Define the operators of ``torch.ops.cupyattn`` for torch's dispatcher.
 
 Each operator has kernels for CPU and CUDA, a kernel for fake tensors, which computes only shapes,
 and a derivative. So `torch.compile` keeps operators in its graph, and autograd and the transforms
@@ -31,7 +31,7 @@ from cupyattn.interop.torch.transforms import (
 
 #: Classes of plain tensors; other classes define how they treat an operator.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-#: Operators of all modules here, each with its function.
+#: Operators of all modules in this package, each with its function.
 library = torch.library.Library("cupyattn", "DEF")
 #: The first arguments of a backward pass; the forward pass's follow.
 RECEIVED = "Tensor d_out, Tensor o, Tensor lse, Tensor? d_lse"
@@ -201,9 +201,9 @@ def differentiate(
 
 
 def autograd_state(arguments: Iterable[Any]) -> tuple[bool, bool]:
-    """Return whether autograd goes through a call on these, and whether operators are watched.
+    """Return whether autograd records a call on these tensors, and whether operators are observed.
 
-    Views that negate count as watched: torch's dispatcher makes numbers of them.
+    Views that negate count as observed, because torch's dispatcher resolves them.
     """
     differentiable, seen = False, watched()
     for x in arguments:
@@ -222,7 +222,7 @@ def has_memory(gradient: Tensor, other: Tensor | None) -> bool:
 
 
 def refuse_derivative(operator: Any, join: Join | None = None) -> None:
-    """Let the derivative of a backward pass raise UnsupportedError, in place of a silent zero."""
+    """Let the derivative of a backward pass raise UnsupportedError instead of a silent zero."""
 
     def refuse(ctx: Any, *_: Any) -> Any:
         raise UnsupportedError(
@@ -235,7 +235,7 @@ def refuse_derivative(operator: Any, join: Join | None = None) -> None:
 
 
 def is_exported() -> bool:
-    """Return whether torch traces a program to export, whether or not it compiles.
+    """Return whether torch traces a program for export, even if it also compiles.
 
     ``torch.compiler.is_exporting`` is True in all compiled code of torch 2.11.
     """
@@ -243,7 +243,7 @@ def is_exported() -> bool:
 
 
 def need_lse(ctx: Any, output: tuple[Tensor, Tensor], *, return_lse: bool) -> None:
-    """Raise UnsupportedError where a derivative lacks lse; gradients of it stay None if unused."""
+    """Raise UnsupportedError if a derivative lacks lse; let gradients of unused results be None."""
     if not return_lse:
         raise UnsupportedError("the derivative takes lse: give return_lse=True")
     ctx.set_materialize_grads(False)
@@ -297,7 +297,7 @@ def _operator_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def watched() -> bool:
-    """Return whether a compiler, trace, mode, transform or forward-mode AD has to see operators."""
+    """Return whether a compiler, trace, mode, transform or forward-mode AD must see operators."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None  # of torch.jit.trace

@@ -1,4 +1,4 @@
-"""Originals of INT8 layers: each layer stores its original, wherever the layer is now."""
+"""Store the original of each INT8 layer in the layer itself, so that both move together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ATTRIBUTE = "_original"
 
 @dataclass(eq=False)
 class Call:
-    """Facts about all layers that one call of `replace_linear_with_int8` replaced.
+    """Facts shared by all layers that one call of `replace_linear_with_int8` replaced.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class Call:
     def set_since(self, parameters: Iterable[nn.Parameter]) -> bool | None:
         """Return the value to which all ``requires_grad`` were set since the replacement, or None.
 
-        Later parameters, such as those of adapters, do not count.
+        Later parameters, such as adapters' parameters, do not count.
         """
         now = {p: p.requires_grad for p in parameters if p in self.trained}
         changed = any(self.trained[p] != trained for p, trained in now.items())
@@ -49,7 +49,7 @@ class Original:
     Parameters
     ----------
     layer : Int8Linear or ActivatedInt8Linear
-        Copies of its scales and bias show later whether its memory was exchanged.
+        Copies of its scales and bias later show whether its memory was replaced.
     call : Call
     name : str
         Name of the layer in the model.
@@ -76,7 +76,7 @@ def version_of(x: Tensor | None) -> int | None:
 
 
 def _nothing() -> None:
-    """Return None, which copies and files have in place of an original."""
+    """Return None, which replaces the original in copies and saved files."""
 
 
 def original_of(layer: Any) -> Original | None:
@@ -97,10 +97,10 @@ def keep_original(
     layer : Int8Linear or ActivatedInt8Linear
     call : Call
     name : str
-        Of the layer in the model.
+        Name of the layer in the model.
     module : Module
     shared : bool
-        Another module of the model still has its weight, which stays where that module needs it.
+        Whether another module of the model still uses its weight, which then stays in place.
     """
     if call.originals == "cpu" and isinstance(module, nn.Linear) and not shared:
         module.weight.data = module.weight.data.to("cpu")  # not the bias, which both have

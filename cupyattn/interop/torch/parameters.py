@@ -1,4 +1,4 @@
-"""Let ``next(module.parameters())`` find a type and a device where INT8 layers left no parameter.
+"""Let ``next(module.parameters())`` return a type and a device if INT8 layers left no parameter.
 
 Libraries read both from a module's first parameter, and fail if it has none. INT8 layers have
 buffers, so attention without biases may be such a module.

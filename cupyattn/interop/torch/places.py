@@ -1,4 +1,4 @@
-"""Calls made for one place in Inductor's code: a call that comes again is one launch of a graph.
+"""Make calls for one place in Inductor's code, where a repeated call is one launch of a graph.
 
 The header of the code makes a function for each place (`place`); the code calls it with tensors.
 The function allocates results and scratch memory as Inductor does, and reads addresses. It looks up
@@ -22,7 +22,7 @@ from cupyattn.runtime import replay
 from cupyattn.runtime.ready import Ready
 
 #: Largest number of graphs of a thread at one place; when it is exceeded, all are dropped. A place
-#: in the code of a repeated block serves all blocks, with the weights of each.
+#: in a repeated block's code serves all blocks, each with its weights.
 MOST = 1024
 
 _DEVICE = """\
@@ -102,7 +102,7 @@ def place(
 
 
 class _Here(threading.local):
-    """The graphs of a thread at a place."""
+    """The graphs of one thread at a place."""
 
     def __init__(self, device: int) -> None:
         self.graphs: dict[tuple[int, ...], replay.Recorded] = {}
@@ -113,7 +113,7 @@ class _Here(threading.local):
 class _Known(NamedTuple):
     """A call of a form: its launches, and the number of each buffer among tensors and results.
 
-    Numbers exist after a second call had the same launches, and never if a call does more than
+    The numbers exist once a second call had the same launches, and never if a call does more than
     launch.
     """
 
@@ -141,7 +141,7 @@ class Place:
         self._generation = GENERATION[0]
 
     def names(self) -> dict[str, Any]:
-        """Return the names that the text of a place uses."""
+        """Return the objects, by name, that the text of a place uses."""
         found = {
             "operator": self._operator, "run": self.run, "torch": torch, "math": math,
             "modes": torch._C._len_torch_dispatch_stack,

@@ -1,4 +1,4 @@
-"""Replacing a model's layers by INT8 layers as they are made, one at a time."""
+"""Replace a model's layers by INT8 layers, one at a time as they are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Verdict = tuple[str, Int8Linear | None, str]
 def place_layers(
     model: nn.Module, layers: dict[str, nn.Linear], made: Iterator[Verdict], call: Call
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Put layers in their places, and each original where the call wants it before the next.
+    """Put layers in their places; move each original where the call wants it before the next layer.
 
     Parameters
     ----------
@@ -69,14 +69,14 @@ def place_layers(
             guard(model)
             error.add_note(
                 f"{len(replaced)} layers of the model are INT8, and their originals dropped: make "
-                "it again, or use originals='cpu', which takes back what fails"
+                "it again, or use originals='cpu', which lets a failed call be undone"
             )
         raise
     return replaced, kept
 
 
 def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return the modules that hold a module and its names there, by the identity of the latter."""
+    """Return the parents of each module, with its names there, by the module's identity."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for key, child in parent._modules.items():

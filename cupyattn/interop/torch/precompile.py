@@ -1,4 +1,4 @@
-"""Kernels of layers that Inductor has just seen: they are compiled while it compiles the rest."""
+"""Compile kernels of layers that Inductor has just seen, while it compiles the rest."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def begin(
     Parameters
     ----------
     x, layers, activations, arch, backend, rotate, before, vectors
-        As for that function; fake tensors, of which only forms are read. Calls with few rows or
-        symbolic lengths are compiled when they first run.
+        As for that function; the tensors are fake, and only their forms are read. Calls with few
+        rows or symbolic lengths are compiled when they first run.
     """
     tensors = named(x, layers, vectors)
     known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
@@ -78,7 +78,7 @@ def sources(
     activations, arch
         As for `cupyattn.interop.torch.linear_parts.multiply`.
     capability : int
-        Of the device, times ten.
+        Compute capability of the device, times ten.
     before : NormQuantSettings, optional
         As for that function.
     """

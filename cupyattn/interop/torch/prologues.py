@@ -1,8 +1,8 @@
-"""Norms and modulation in front of layers of INT8 codes, as Inductor's graphs have them.
+"""Recognise norms and modulation before INT8 layers in Inductor's graphs.
 
-They become part of the pass that makes codes of rows, which computes them in float32. A norm is a
-``LayerNorm`` or ``RMSNorm`` of the last axis, with its weight and bias. Modulation is
-``y (1 + scale) + shift``.
+They become part of the pass that quantises rows, which computes them in float32. A norm is a
+``LayerNorm`` or ``RMSNorm`` of the last axis, with its weight and bias. Modulation is ``y (1 +
+scale) + shift``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cupyattn.kernels.row_teams import MOST_CHANNELS
 _aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _ADD = (_aten.add.Tensor, _aten.add.Scalar)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-#: Sums and products behind a norm: weight, bias, scale and shift.
+#: Vectors of the sums and products after a norm: weight, bias, scale and shift.
 _STEPS = 4
-#: Least number that may be added to a mean square: as for `cupyattn.norm_quant`.
+#: Least number that may be added to a mean square, as for `cupyattn.norm_quant`.
 _LEAST_EPS = 2.0**-126
 
 
@@ -30,7 +30,7 @@ Vectors = tuple[Node | None, Node | None, Node | None, Node | None]
 
 
 class Prologue(NamedTuple):
-    """What happens to the rows of a node: arguments of `cupyattn.norm_quant`."""
+    """Operations on the rows of a node, as arguments of `cupyattn.norm_quant`."""
 
     x: Node
     norm: str
@@ -56,12 +56,12 @@ class _Core(NamedTuple):
 
 
 def prologue_of(end: Node) -> Prologue | None:
-    """Return the norm and the modulation that make a node, or None.
+    """Return the norm and the modulation whose result is a node, or None.
 
     Parameters
     ----------
     end : Node
-        The input of layers. What is between it and the norm's input must have no other reader.
+        The input of layers. Nodes between it and the norm's input must have no other reader.
     """
     found = _chain(end)
     if found is None:
@@ -78,7 +78,7 @@ def prologue_of(end: Node) -> Prologue | None:
 def _chain(
     node: Node, most: int = _STEPS
 ) -> tuple[_Core, list[tuple[str, Node]], set[Node]] | None:
-    """Return the norm that a node is made of, so many steps since, and the nodes of the latter."""
+    """Return the norm `most` steps or less before a node, the steps, and the nodes between."""
     core = _core(node)
     if core is not None:
         return core, [], {node}
@@ -91,7 +91,7 @@ def _chain(
 
 
 def _before(node: Node) -> Iterator[tuple[Node, list[tuple[str, Node]]]]:
-    """Yield what a conversion, or a sum or product with a row of numbers, may be made of."""
+    """Yield the possible inputs of a conversion, or of a sum or product with a row of factors."""
     if node.target is _convert and isinstance(node.args[0], Node):
         yield node.args[0], []
     kind = {_aten.add.Tensor: "add", _aten.mul.Tensor: "mul"}.get(node.target)
@@ -147,7 +147,7 @@ def _one_more(node: Node) -> Node | None:
 
 
 def _core(node: Node) -> _Core | None:
-    """Return the norm whose result a node is, as Inductor decomposes it."""
+    """Return the norm whose result is a node, in Inductor's decomposition."""
     if node.target is not _aten.mul.Tensor or node.kwargs:
         return None
     for numbers, factor in (node.args, node.args[::-1]):
@@ -197,7 +197,7 @@ def _rms_norm(numbers: Node, factor: Node) -> _Core | None:
 
 
 def _is_of_rows(x: Node) -> bool:
-    """Whether the pass takes rows of a tensor."""
+    """Whether the pass supports the rows of a tensor."""
     like = value_of(x)
     width = like.shape[-1] if like.dim() else 0
     return isinstance(width, int) and 0 < width <= MOST_CHANNELS and _value_is_float(x)
@@ -213,7 +213,7 @@ def _sum_with_number(node: Any) -> tuple[Node | None, float]:
 
 
 def _item(node: Any, number: int) -> Node | None:
-    """Return the node of which this is the result of that number."""
+    """Return the node whose result of that number is this node."""
     if isinstance(node, Node) and node.target is operator.getitem and node.args[1] == number:
         found = node.args[0]
         return found if isinstance(found, Node) else None
@@ -225,7 +225,7 @@ def _over_last_axis(x: Node, axes: Any) -> bool:
 
 
 def _source(x: Node) -> Node:
-    """Return the node that was converted to float32: its numbers are the same."""
+    """Return the node that was converted to float32, which has the same values."""
     source = x.args[0] if x.target is _convert and value_of(x).dtype == torch.float32 else None
     return source if isinstance(source, Node) and _value_is_float(source) else x
 

@@ -1,16 +1,17 @@
-"""Quantising linear layers of a model, one at a time, on the devices of their weights.
+"""Quantise linear layers of a model, one at a time, on the devices of their weights.
 
-A device makes and judges codes itself. Verdicts equal those of `cupyattn.checkpoints.analyze`: if
-rounding could decide, or if a weight is not quantised, the host analyses it as `analyze` does.
+Codes and their errors are computed on the device. Verdicts equal `cupyattn.checkpoints.analyze`:
+if rounding could decide, or if a weight is not quantised, the host analyses it as `analyze` does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from cupyattn.checkpoints.predicted_errors import predicted_errors
 from cupyattn.checkpoints.roles import PRECISE_ROLES
 from cupyattn.checkpoints.rotated import rotated_codes
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
+from cupyattn.interop.selection import first_names
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
@@ -35,12 +37,25 @@ from cupyattn.ops.linear import quantised_weight
 from cupyattn.ops.weights import weight_quant
 from cupyattn.quant.blocks import AUTO, Int8Config
 
-#: Short names of the types that weights may have; others have no codes.
+#: Short names of the types of weights that can be quantised.
 _NAMES = {text: short for short, text in FLOATS.items()}
 _OTHER = "F64"
 
 #: Codes and scales, on the device of the weight.
 Made = tuple[Tensor, Tensor]
+
+#: Inputs of linear layers, (..., in), by name.
+Activations = Mapping[str, Tensor | np.ndarray]
+
+
+def check_names(activations: Activations | None, names: Collection[str]) -> None:
+    """Raise ValueError if activations are of a layer that is none of `names`."""
+    for name in activations or ():
+        if name not in names:
+            raise ValueError(
+                f"activations are of {name!r:.80}, which is no linear layer, there are "
+                f"{first_names(names)}: give record(...).recording.inputs of the same model"
+            )
 
 
 def with_strategy(
@@ -48,7 +63,7 @@ def with_strategy(
     model: str,
     widths: Iterable[int],
     layers: Mapping[str, nn.Linear] | None = None,
-    activations: Mapping[str, Tensor] | None = None,
+    activations: Activations | None = None,
 ) -> tuple[Int8Config, Choice]:
     """Return a configuration with a chosen strategy, and the reason.
 
@@ -60,26 +75,31 @@ def with_strategy(
     widths : iterable of int
         Input channels of its linear layers.
     layers, activations : mapping, optional
-        Inputs of layers, (..., in), by the names of `layers`.
+        Inputs of layers, (..., in), by name. Only those of `layers` are looked at.
 
     Raises
     ------
     ValueError
-        For activations of an unknown layer, or of another width.
+        For activations of another width, or that are not finite.
     """
     config, errors = config or Int8Config(), {}
-    for name, x in (activations or {}).items():
+    for name, given in (activations or {}).items():
         linear = (layers or {}).get(name)
-        if linear is None or not x.ndim or x.shape[-1] != linear.in_features or not x.numel():
-            takes = "is no layer that may be INT8"
-            if linear is not None:
-                takes = f"takes (..., {linear.in_features})"
-            raise ValueError(f"activations of {name!r:.80} are {tuple(x.shape)}, and it {takes}")
-        if not torch.isfinite(x).all():
+        if linear is None:
+            continue
+        if isinstance(given, Tensor):
+            given = as_array(given.detach().to("cpu", torch.float32))
+        x = np.asarray(given, np.float32)
+        if not x.ndim or x.shape[-1] != linear.in_features or not x.size:
+            raise ValueError(
+                f"activations of {name!r:.80} are {x.shape}, and it takes (..., "
+                f"{linear.in_features})"
+            )
+        if not np.isfinite(x).all():
             raise ValueError(f"activations of {name!r:.80} are NaN or infinite: record others")
         if config.strategy == AUTO and config.rotate in (AUTO, None):
-            rows = as_array(x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1]))
             weight = as_array(linear.weight.detach().to("cpu"))
+            rows = x.reshape(-1, x.shape[-1])
             errors[name] = predicted_errors(weight, rows, config.block_size)
     choice = choose(config.strategy, model, widths, errors, config.rotate)
     return replace(config, strategy=choice.strategy, rotate=choice.rotate), choice
@@ -94,12 +114,12 @@ def quantised(
     model: str = "",
     ways: Mapping[str, Way] | None = None,
 ) -> Iterator[tuple[str, Int8Linear | None, str]]:
-    """Yield the name of each layer, an INT8 layer where its weight may be codes, and why.
+    """Yield each layer's name, its INT8 layer or None, and the reason.
 
     Parameters
     ----------
     layers : mapping of str to Linear
-        May lose a layer that was yielded.
+        The caller may remove a layer that was yielded.
     config : Int8Config, optional
     options : mapping
         For `Int8Linear`.
@@ -108,7 +128,7 @@ def quantised(
     model : str
         Class of the model, as for `cupyattn.checkpoints.role_of`.
     ways : mapping of str to Way, optional
-        Of layers that the configuration does not hold for.
+        The ways of layers to which the configuration does not apply.
 
     Raises
     ------
@@ -142,10 +162,10 @@ def quantised(
 def coded(
     name: str, w: Tensor, config: Int8Config, model: str = ""
 ) -> tuple[TensorReport, Made | None]:
-    """Return the verdict on a weight, and its codes and scales if that is INT8.
+    """Return the verdict on a weight, and its codes and scales if the verdict is INT8.
 
-    The report has no hash. If a device accepted the codes by their worst-case errors, it has those
-    errors.
+    The report has no hash. If a device accepted the codes by their worst-case errors, the report
+    has these errors.
     """
     dtype = _NAMES.get(str(w.dtype).removeprefix("torch."), _OTHER)
     info = TensorInfo(dtype, tuple(w.shape))
@@ -176,7 +196,7 @@ def coded(
 
 
 def _rotated(w: Tensor, report: TensorReport) -> Made | None:
-    """Return the codes of a weight that is to be rotated, made where it lies."""
+    """Rotate and quantise a weight on its device; return the codes."""
     if report.rotate is None:
         return None
     if w.is_cuda:

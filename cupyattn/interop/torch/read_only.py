@@ -104,7 +104,7 @@ class ReadOnlyWeight(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on the numbers; a view stays unread, and a write is refused."""
+        """Run an operator on the numbers; return views without reading, and refuse writes."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return args[0]._device
@@ -131,7 +131,7 @@ class ReadOnlyWeight(Tensor):
 
 
 class CompiledWeight(Tensor):
-    """A weight while torch traces code that reads it: writes are refused there, too.
+    """A weight in code that torch traces, where writes are refused, too.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class CompiledWeight(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator on the numbers; a view is read-only, too, and a write is refused."""
+        """Run an operator on the numbers; return views that are read-only, and refuse writes."""
         kwargs = kwargs or {}
         if any(isinstance(x, cls) for x in _written(func, args, kwargs)):
             refuse_write()
@@ -185,7 +185,7 @@ class CompiledWeight(Tensor):
 
 
 def _read_only(numbers: Tensor) -> Tensor:
-    """Return a tensor that cannot be written, of numbers that are traced or that are there."""
+    """Return numbers, traced or not, as a tensor that cannot be written."""
     if isinstance(numbers, FakeTensor | FunctionalTensor):
         return CompiledWeight(numbers)
     return ReadOnlyWeight(numbers.to("meta"), numbers.device, lambda: numbers)
@@ -220,7 +220,7 @@ def _true(*_: Any, **__: Any) -> bool:
 
 
 def _numpy(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return numbers in memory that cannot be written."""
+    """Return the numbers as a read-only array."""
     found = x.numpy(*args, **kwargs)
     found.flags.writeable = False
     return found
@@ -232,13 +232,13 @@ def _array(x: Tensor, dtype: Any = None) -> Any:
 
 
 def _dlpack(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return a copy, which a consumer must not have refused."""
+    """Return a copy by DLPack; raise if the consumer refuses copies."""
     if kwargs.pop("copy", None) is False:
         raise BufferError("the weight of an Int8Linear is made when it is read: allow a copy")
     return x.__dlpack__(*args, **kwargs)
 
 
-#: Functions that are no operators: a sentence, and which arguments it refuses.
+#: Refused functions that are not operators: the error's sentence, and a test for refused arguments.
 _REFUSED: dict[Any, tuple[str, Callable[..., bool]]] = {
     Tensor.data.__set__: (_WRITE, _true),
     Tensor.grad.__set__: (_TRAIN, lambda grad: grad is not None),

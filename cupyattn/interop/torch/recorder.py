@@ -29,7 +29,7 @@ from cupyattn.measure.words import counted, format_bytes
 MAX_BYTES = 2**32
 #: Rows that are kept of each call of a linear layer, evenly spaced.
 LINEAR_ROWS = 64
-#: Steps that stay when memory is full, before layers are dropped.
+#: Number of steps that remain when memory is full, before layers are dropped.
 MIN_STEPS = 4
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -53,8 +53,8 @@ class _Kept:
 class Recorder:
     """Records a model that runs within it: `record` makes it.
 
-    Use it as a context manager; `recording` and `save` are for after it. It may be entered again,
-    for another prompt.
+    Use it as a context manager, and call `recording` and `save` afterwards. It may be entered
+    again, for another prompt.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """End it; ValueError if nothing was recorded."""
+        """End recording; raise ValueError if nothing was recorded."""
         if self._mode is not None:
             self._mode.__exit__(kind, error, trace)
         self._mode, self._at = None, None
@@ -157,13 +157,13 @@ class Recorder:
     # ---- while the model runs --------------------------------------------------------------------
 
     def _before_model(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Find out which step the model is called for."""
+        """Find the step for which the model is called."""
         number, self._calls_of_model = self._calls_of_model, self._calls_of_model + 1
         if self._step is not None:
             self._step.before(model, args, kwargs)
             if self._step.at is None:
                 raise ValueError(
-                    "the timestep lies on the device alone, so that the recorder does not know the "
+                    "the timestep is only on the device, so the recorder does not know the "
                     "step: give the model without its pipeline, whose calls are then counted"
                 )
             number, sigmas = self._step.at.timestep, self._step.noise[0].falling
@@ -194,7 +194,7 @@ class Recorder:
         return self._place(step) % self._every["step"] == 0
 
     def _place(self, step: int) -> int:
-        """Return a step's place among the steps that are wanted."""
+        """Return a step's position among the requested steps."""
         return step if isinstance(self._steps, int | None) else self._steps.index(step)
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -231,17 +231,19 @@ class Recorder:
             self._advance(name)
 
     def _thin(self) -> None:
-        """Leave out every second step, or every second layer once few steps are left."""
+        """Drop every second step, or every second layer if few steps are left."""
         everything = [k for some in self._kept.values() for k in some]
-        steps, layers = {k.step for k in everything}, {k.layer for k in everything}
-        if len(steps) > MIN_STEPS or len(steps) > len(layers):
+        steps = {k.step for k in everything}
+        layers = [*dict.fromkeys(k.layer for k in everything)]
+        more_layers = any(k.number for k in everything)  # the first of each kind always stays
+        if len(steps) > (min(MIN_STEPS, len(layers)) if more_layers else 1):
             what = "step"
-        elif len(layers) > 1:
+        elif more_layers:
             what = "layer"
         else:
             raise ValueError(
-                f"one call of {everything[0].layer} takes {format_bytes(self._bytes)}, more than "
-                f"max_bytes={self._max_bytes}: give more, or record smaller inputs"
+                f"one call of {' and one of '.join(layers)} takes {format_bytes(self._bytes)}, "
+                f"more than max_bytes={self._max_bytes}: give more, or record smaller inputs"
             )
         self._every[what] *= 2
         every = self._every
@@ -312,7 +314,8 @@ def record(
     Raises
     ------
     TypeError
-        For anything but a pipeline or a module, and for patterns that are not text.
+        For anything but a pipeline or a module, for patterns that are not text, and for an
+        `advance` that cannot be called.
     ValueError
         For a pattern that matches no name, a compiled model, a model with INT8 attention, and
         invalid steps. While the model runs: for a call larger than `max_bytes`, a step that the
@@ -361,6 +364,11 @@ def record(
                 "replace_attention_with_int8, or restore() it first"
             )
     most = check_count("max_bytes", max_bytes)
+    if advance is not None and not callable(advance):
+        raise TypeError(
+            f"advance must be a function of a layer's name, got {shown(advance)}: leave it out, or "
+            "give print"
+        )
     return Recorder(models, step, Selection(patterns, ()), _steps(steps), most, advance)
 
 
@@ -371,7 +379,7 @@ def _modules(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]
 
 
 def _steps(steps: Any) -> Sequence[int] | int | None:
-    """Return a caller's steps, checked."""
+    """Check the caller's steps, and return them."""
     if steps is None:
         return None
     if not isinstance(steps, str) and isinstance(steps, (Sequence, range)):
@@ -383,7 +391,7 @@ def _steps(steps: Any) -> Sequence[int] | int | None:
 
 
 def _models(model_or_pipe: Any, scheduler: Any) -> tuple[dict[str, nn.Module], Any]:
-    """Return models by the prefixes of their names, and an object with their steps, or None."""
+    """Return models by the prefixes of their names, and the source of their steps, or None."""
     if isinstance(model_or_pipe, Handle):
         raise ValueError(
             f"{type(model_or_pipe).__name__} has replaced layers: record the model before, or "

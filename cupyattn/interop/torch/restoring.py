@@ -25,7 +25,7 @@ _ROUNDED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m
 
 
 class _Place(NamedTuple):
-    """Where a layer stands that is to be taken out."""
+    """Position of a layer that will be removed."""
 
     parent: nn.Module
     name: str
@@ -41,7 +41,7 @@ def restore_linear(model: nn.Module, call: Call | None = None) -> None:
     model : Module
         Modified in place, or not at all if this raises.
     call : Call, optional
-        Only layers of this call are taken out.
+        Restores only the layers of this call.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def _lost_its_forward(layer: Int8Linear) -> bool:
 
 
 def _check_memory(model: nn.Module, places: list[_Place]) -> None:
-    """Raise if codes of layers are no longer those of their originals.
+    """Raise if the codes of layers no longer belong to their originals.
 
     A state dict may have replaced them. Group offloading to disk replaces memory by uninitialised
     memory, which stays when its hooks are removed.
@@ -136,7 +136,7 @@ def _check_memory(model: nn.Module, places: list[_Place]) -> None:
 
 
 def _has_its_bias(layer: Int8Linear, original: Original) -> bool:
-    """Whether a bias has the numbers that were written to it last, as far as is known."""
+    """Whether a bias has the numbers that were last written to it, as far as known."""
     bias, kept = layer.bias, original.bias
     if bias is None or kept is None:
         return True
@@ -158,7 +158,7 @@ def _same(now: Tensor, kept: Tensor | None) -> bool:
 def _restored(
     layer: Int8Linear, original: Original, parameters: list[nn.Parameter]
 ) -> nn.Module:
-    """Return the linear layer, its type, device, bias and hooks as the INT8 layer has them."""
+    """Return the linear layer with the type, device, bias and hooks of the INT8 layer."""
     linear: Any = original.module
     since = original.call.set_since(parameters if layer.bias is None else [layer.bias])
     if since is not None:
@@ -175,7 +175,7 @@ def _restored(
 
 
 def _move_hooks(layer: nn.Module, to: nn.Module) -> None:
-    """Move the hooks of a layer to its original, which has none."""
+    """Move a layer's hooks to its original, which has none."""
     for name, hooks in vars(layer).items():
         if name.startswith(("_forward_", "_backward_")):
             setattr(to, name, hooks)  # the dicts themselves, so that handles remove them

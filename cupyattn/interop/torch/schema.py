@@ -1,4 +1,4 @@
-"""Settings of a call as arguments that an operator's schema may hold, and back.
+"""Convert a call's settings to arguments of an operator's schema, and back.
 
 Numbers that a graph may keep as symbols are separate arguments. All other settings are one text of
 differences from a plain call: ``"variant='fa_int8', causal=True, quant={'pv': 'int8'}"``. An
@@ -27,10 +27,10 @@ from cupyattn.quant.config import QuantConfig
 
 #: Settings that are separate arguments; the last two are for packed sequences.
 _NUMBERS = ("scale", "rope_offset_q", "return_lse", "max_len_q", "max_len_k")
-#: How a schema has the types of `Settings`.
+#: Types of a schema by the types in `Settings`.
 _TYPES = {float | None: "float?", int: "SymInt", int | None: "SymInt?", bool: "bool"}
 _PLACES = tuple(map(Settings._fields.index, _NUMBERS))
-#: The other settings, which are text: positions, names and defaults.
+#: Positions, names and defaults of the other settings, which are text.
 _TEXTS = tuple(
     (place, name, plain)
     for place, (name, plain) in enumerate(Settings()._asdict().items())
@@ -126,7 +126,7 @@ def _text_of(settings: TensorSettings) -> str:
 
 
 def _is_same(x: Any, plain: Any) -> bool:
-    """Return whether a setting has a value and its type: 0 is False, but refused for it."""
+    """Return whether a setting has this value and type; 0 equals False, but is refused."""
     if type(x) is not type(plain):
         return False
     if isinstance(x, tuple):
@@ -155,7 +155,7 @@ def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def _parsed(text: str) -> TensorSettings:
-    """Return the settings that a text says, a block mask as its number."""
+    """Return the settings in a text, with a block mask as its number."""
     call = ast.parse(f"Settings({text})", mode="eval").body
     if not isinstance(call, ast.Call):
         raise ValueError(f"settings must be keyword arguments, got {text!r}")
@@ -171,8 +171,8 @@ def _block_mask_of(number: int) -> BlockMask:
     found = _block_masks.get(number)
     if found is None:
         raise RuntimeError(
-            "the block mask of this graph is no more, or belongs to another process: keep the "
-            "module that has it, and trace the call again"
+            "the block mask of this graph no longer exists, or belongs to another process: keep "
+            "the module that has it, and trace the call again"
         )
     return found
 

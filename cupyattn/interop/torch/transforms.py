@@ -1,4 +1,4 @@
-"""The operators under the transforms of ``torch.func``, and the refusal of forward mode.
+"""Support the transforms of ``torch.func`` for the operators, and refuse forward mode.
 
 ``torch.func`` passes an operator to the kernel of one dispatch key before it applies any transform.
 The kernel registered here calls an autograd function of the operator, which defines `grad` and
@@ -36,18 +36,18 @@ def active() -> bool:
 
 
 def forward_mode() -> bool:
-    """Return whether a level of dual tensors is open, in which tensors may have tangents."""
+    """Return whether a level of dual tensors is open, so that tensors may have tangents."""
     return bool(forward_ad._current_level >= 0)
 
 
 def refuse_tangents(operator: Any, arguments: Iterable[Any]) -> None:
-    """Raise UnsupportedError where an argument is a dual tensor.
+    """Raise UnsupportedError if an argument is a dual tensor.
 
     Parameters
     ----------
     operator : OpOverload
     arguments : iterable
-        Of the operator, tensors and others.
+        All arguments of the operator.
     """
     if not forward_mode():
         return
@@ -57,7 +57,7 @@ def refuse_tangents(operator: Any, arguments: Iterable[Any]) -> None:
 
 
 def is_mapped_by_autograd(x: Tensor) -> bool:
-    """Return whether a gradient holds several, as ``torch.autograd.grad(is_grads_batched=True)``.
+    """Return whether a gradient is a batch, from ``torch.autograd.grad(is_grads_batched=True)``.
 
     Such a tensor has no memory that a kernel may read; operators run once for each gradient.
     """
@@ -165,7 +165,7 @@ def join_batch(
     ----------
     operator : OpOverload
     names : sequence of str
-        Of its tensors, which are its first arguments.
+        Names of the operator's tensors, which are its first arguments.
     settings : callable
         Returns the `calls.TensorSettings` among all arguments.
     """

@@ -1,4 +1,4 @@
-"""Copies of an accelerated model with one or both parts native, which share tensors."""
+"""Make copies of an accelerated model with one or both parts native, which share tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupyattn.interop.torch.offloading import hooks_of_diffusers
 from cupyattn.interop.torch.originals import original_of
 from cupyattn.measure.trial import ALL, AS_GIVEN, ATTENTION, LINEAR, NATIVE, UNCACHED
 
-#: The module that restores attention of a model; if it was not imported, none was replaced.
+#: The module that restores a model's attention; if it was not imported, none was replaced.
 _ATTENTION = "cupyattn.interop.diffusers.replace"
 
 
@@ -30,7 +30,7 @@ Weights = dict[int, nn.Parameter]
 
 
 class Way(NamedTuple):
-    """The models of a pipeline in one way, by their prefixes, and its name."""
+    """A way of running a pipeline: its name, and the models by their prefixes."""
 
     said: str
     models: dict[str, nn.Module]
@@ -103,7 +103,7 @@ def _copies(
 
 @contextlib.contextmanager
 def _without_caches(parts: tuple[Part, ...]) -> Iterator[dict[str, Any]]:
-    """Take step caches of models away for a while, and yield their configurations."""
+    """Remove the models' step caches temporarily, and yield their configurations."""
     models: dict[str, Any] = {part.prefix: part.model for part in parts}
     caches = {
         prefix: model._cache_config for prefix, model in models.items()
@@ -121,7 +121,7 @@ def _without_caches(parts: tuple[Part, ...]) -> Iterator[dict[str, Any]]:
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raise ValueError for hooks of diffusers, which in a copy would run the model itself."""
+    """Raise ValueError for hooks of diffusers, which in a copy would run the original model."""
     for name, module in model.named_modules():
         if hooks := hooks_of_diffusers(module):
             raise ValueError(

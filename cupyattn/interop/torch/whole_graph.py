@@ -1,9 +1,9 @@
-"""All of a model's pass as one CUDA graph, recorded for each form of its arguments.
+"""Run a model's whole pass as one CUDA graph, recorded for each form of its arguments.
 
 The host then launches one graph in place of a thousand kernels. A pass is recorded at its third
-call: the first compiles, the second settles everything that is prepared once. A graph repeats the
-work of the device, but no host code. So passes run without a graph if host code decides: with hooks
-of diffusers in the model (step caches, offloading), adapters or gradients. The same holds for
+call: the first compiles, the second completes all one-time preparation. A graph repeats the work
+of the device, but no host code. So passes run without a graph if host code decides: with hooks of
+diffusers in the model (step caches, offloading), adapters or gradients. The same holds for
 arguments with numbers on the host.
 """
 
@@ -35,7 +35,7 @@ Form = tuple[Any, ...]
 
 
 class _Recorded(NamedTuple):
-    """A pass that was recorded, the tensors that it reads its arguments from, and its result."""
+    """A recorded pass, the tensors from which it reads its arguments, and its result."""
 
     graph: Any
     arguments: list[Tensor]
@@ -104,7 +104,7 @@ class WholeGraph:
         return pytree.tree_map(_copied, recorded.result)
 
     def _obstacle(self, leaves: Sequence[Any]) -> str:
-        """Say why a pass runs without a graph; "" if it may be recorded."""
+        """Return why a pass runs without a graph; "" if it may be recorded."""
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
             return "gradients"
         if self._model.training:
@@ -155,7 +155,7 @@ def _on_device(x: Tensor) -> bool:
 
 
 def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
-    """Return the properties of arguments that a graph depends on, without numbers of tensors."""
+    """Return those properties of arguments on which a graph depends, without tensors' values."""
     found = [
         form_of(x) if isinstance(x, Tensor) else (type(x), x) for x in leaves
     ]
@@ -163,7 +163,7 @@ def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
 
 
 def _in_place(recorded: _Recorded) -> bool:
-    """Whether layers, parameters and buffers are where a graph reads them."""
+    """Whether layers, parameters and buffers are still where a graph reads them."""
     return all(home.get(name) is part for home, name, part in recorded.parts) and all(
         (x := home.get(name)) is not None and x.data_ptr() == address
         for home, name, address in recorded.addresses

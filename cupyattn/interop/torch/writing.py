@@ -1,4 +1,4 @@
-"""Writing a model with INT8 layers to a folder that `load_int8` and ``checkpoint=`` read.
+"""Write a model with INT8 layers to a folder that `load_int8` and ``checkpoint=`` read.
 
 The files have the layout of `cupyattn.checkpoints.convert`, so that other readers take them, too.
 The folder appears whole or not at all, and is read back before it gets its name.
@@ -20,6 +20,8 @@ from cupyattn.checkpoints import layout, writer
 from cupyattn.checkpoints.analysis import sha256_of
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import (
+    MIXED,
+    MIXED_VERSION,
     QUANTIZATION,
     RECORD,
     RECORD_VERSIONS,
@@ -39,7 +41,7 @@ from cupyattn.version import __version__
 
 _EXPORT = "compressed-tensors"
 _SHORT = {str(dtype): name for name, dtype in DTYPES.items()}
-#: Names in files of the types that weights had.
+#: Names of the weights' original types in files.
 _FORMER = {f"torch.{name}": short for short, name in FLOATS.items()}
 
 
@@ -66,8 +68,7 @@ def write_int8(
     OSError
         If something cannot be written, or `folder` exists.
     ValueError
-        If no layer of the model is INT8, if scales are partly of blocks and partly of channels, or
-        if its weights are offloaded.
+        If no layer of the model is INT8, or if its weights are offloaded.
     UnsupportedError
         For a model with adapters, because files of a model do not have their names.
     """
@@ -101,24 +102,20 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 
 class _Codes:
-    """The tensors of a model as files have them: a source and the work of `writer` in one."""
+    """The tensors of a model in the form of files: both the source and the work of `writer`."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = dict(int8_layers(model))
-        self.strategies = sorted({layer.strategy for layer in layers.values()})
         if not layers:
             raise ValueError(
                 f"the {type(model).__name__} has no INT8 layers, so there are no codes to write: "
                 "replace its layers first"
             )
-        if len(self.strategies) > 1:
-            raise ValueError(
-                f"the {type(model).__name__} has layers by {' and '.join(self.strategies)}: files "
-                "have codes of one strategy, 'block' or 'channel'"
-            )
         self.rotated = any(layer.rotate for layer in layers.values())
         self.dtypes: dict[str, str] = {}
-        self.layers = sorted(layers)
+        self.layers: dict[str, list[str]] = {}  # by strategy
+        for name, layer in sorted(layers.items(), key=lambda item: (item[1].strategy, item[0])):
+            self.layers.setdefault(layer.strategy, []).append(name)
         self.others = sorted(name for name, *_ in linear_layers(model))
         # Which gives its files the name that diffusers looks for.
         self.files: tuple[Path, ...] = (Path("diffusion_pytorch_model.safetensors"),)
@@ -142,20 +139,20 @@ class _Codes:
 
     def quantization_config(self) -> dict[str, Any]:
         return layout.quantization_config(
-            _EXPORT, Int8Config().block_size, self.layers, self.others, self.strategies[0],
-            rotated=self.rotated,
-        )  # fmt: skip
+            _EXPORT, Int8Config().block_size, self.layers, self.others, rotated=self.rotated
+        )
 
     def metadata(self, items: Sequence[Item]) -> dict[str, str]:
-        (strategy,) = self.strategies
-        config = asdict(Int8Config(strategy=strategy))
+        strategy = MIXED if len(self.layers) > 1 else next(iter(self.layers))
+        config = {**asdict(Int8Config()), "strategy": strategy}
+        version = MIXED_VERSION if strategy == MIXED else RECORD_VERSIONS[strategy]
         if strategy == "block":  # the record of version 1
             del config["strategy"]
         if not self.rotated:
             del config["rotate"]
         names = {item.name for item in items}
         record = {
-            "version": ROTATED_VERSION if self.rotated else RECORD_VERSIONS[strategy],
+            "version": max(version, ROTATED_VERSION if self.rotated else 0),
             "tool": f"cupyattn {__version__}",
             "export": _EXPORT, "config": config, "source_sha256": self.sha256(names),
             "dtypes": {name: x for name, x in self.dtypes.items() if name in names},
@@ -166,7 +163,7 @@ class _Codes:
         return {RECORD: json.dumps(record, sort_keys=True, separators=(",", ":"))}
 
     def sha256(self, names: set[str]) -> str:
-        """Return a hash of tensors, by which interrupted work recognises its files."""
+        """Return a hash of tensors, by which an interrupted run recognises its files."""
         digest = hashlib.sha256()
         for name in sorted(names):
             self._digests[name] = sha256_of(self.read(name))
@@ -179,7 +176,7 @@ class _Codes:
     def check(self, item: Item, found: Mapping[str, Any]) -> str | None:
         # NOTE: by the hash, so that a device is read once for that and once to write.
         same = sha256_of(found[item.name]) == self._digests[item.name]
-        return None if same else "its bytes are others than before it was written"
+        return None if same else "its bytes changed while it was written"
 
 
 def _named_tensors(model: nn.Module, layers: Mapping[str, Int8Linear]) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@
 //              every run. The first block stores its part, the last block stores rows. One warp
 //              waits for the turn, another passes it on. A block waits only for blocks that have
 //              already begun. Hence no deadlock.
-// Scores       Softcap or bias change S during dP. Bits of a mask come with Q, lane by lane.
+// Scores       Softcap or bias change S during the product dP. Bits of a mask come with Q, by
+//              lane. Boxes of a bias come when the step before has added its own.
 // Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
 //              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -34,8 +35,8 @@ constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
-// P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then, and scores
-// of more columns otherwise, masked or with a bias.
+// P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then; of more
+// columns they spill otherwise, as do scores with a bias.
 constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
@@ -212,17 +213,6 @@ __device__ __forceinline__ void weights(
 #pragma unroll
     for (int i = 4 * n; i < 4 * n + 4; ++i)
       S_acc[i] = probability(S_acc[i], scores.p.scale_log2, M.v[i % 2]);  // R9
-  }
-}
-
-// P of the rows from `factors` on, some of them coarse, from the results of `weights`.
-__device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
-  using Pair = Vec<float, 2>;
-#pragma unroll
-  for (int n = 0; n < BLOCK_Q / 8; ++n) {
-    const Pair factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + lane_id() % 4 * 2]);
-#pragma unroll
-    for (int i = 4 * n; i < 4 * n + 4; ++i) S_acc[i] = normalised(S_acc[i], factor.v[i % 2]);  // R9
   }
 }
 

@@ -5,7 +5,7 @@
 // it.
 #pragma once
 
-#include "prims/instructions/mma.cuh"
+#include "prims/instructions/mbarrier.cuh"
 
 // Arrives at the barrier of the cluster, with all lanes of a warp. A release publishes the previous
 // work of a thread, and all work ordered before it, such as its block's work before a barrier. It
@@ -63,4 +63,23 @@ __device__ __forceinline__ Vec<int32_t, 4> load_from_block(const int32_t (&own)[
                : "r"(address)
                : "memory");
   return x;
+}
+
+// Arrives at the barrier at this place in block `rank` of the cluster. It says that this thread has
+// read what the other block may now overwrite; it publishes no stores to that block.
+__device__ __forceinline__ void mbarrier_arrive_in_block(Mbarrier& own, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(&own, rank))
+               : "memory");
+}
+
+// Copies `bytes` of shared memory to the same place in block `rank` of the cluster, in the
+// background. They count off the barrier at this place there. Address and bytes are multiples of
+// 16.
+__device__ __forceinline__ void cp_async_bulk_to_block(
+    const void* own, int bytes, Mbarrier& barrier, int rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+      "[%0], [%1], %2, [%3];" ::"r"(address_in_block(own, rank)),
+      "r"(shared_address(own)), "r"(bytes), "r"(address_in_block(&barrier, rank))
+      : "memory");
 }

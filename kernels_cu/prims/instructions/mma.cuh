@@ -1,7 +1,7 @@
 // mma.cuh -- tensor-core instructions of sm_80 and up, named as in PTX.
 //
-// Fragment layouts (g = lane / 4, t = lane % 4; one 32-bit register holds E neighbours along k,
-// E = 2 for 16-bit and 4 for 8-bit elements; K = 4 E):
+// Fragment layouts, with g = lane / 4, t = lane % 4 and K = 4 E. A 32-bit register holds
+// E neighbours along k: E = 2 for 16-bit and 4 for 8-bit elements.
 //   A [16, 2K]  a[0] (row g,     k E t)       a[1] (row g + 8, k E t)
 //               a[2] (row g,     k K + E t)   a[3] (row g + 8, k K + E t)
 //   B [2K, 8]   b[0] (k E t, column g)        b[1] (k K + E t, column g)

@@ -19,6 +19,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
+// The same for every block of the cluster whose bit is set in `blocks`. In each, the box arrives at
+// this place in shared memory. Its bytes count off the barrier at this place there.
+__device__ __forceinline__ void cp_async_bulk_tensor_4d_multicast(
+    void* shared, const TensorMap& map, Mbarrier& barrier, int column, int row, int head, int batch,
+    int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
+      "l"(&map), "r"(shared_address(&barrier)), "r"(column), "r"(row), "r"(head), "r"(batch),
+      "h"(uint16_t(blocks))
+      : "memory");
+}
 // The same for an array with five axes, at (x0, ..., x4), the contiguous axis first.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(
     void* shared, const TensorMap& map, Mbarrier& barrier, int x0, int x1, int x2, int x3, int x4) {

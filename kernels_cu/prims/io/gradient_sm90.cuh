@@ -49,6 +49,19 @@ __device__ __forceinline__ void start_columns(
   wgmma_commit_group();
 }
 
+// ---- weights ----------------------------------------------------------------------------------
+
+// P of the rows from `factors` on, some of them coarse, from their exponentials.
+__device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const float* factors) {
+  using Pair = Vec<float, 2>;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n) {
+    const Pair factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + lane_id() % 4 * 2]);
+#pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; ++i) S_acc[i] = normalised(S_acc[i], factor.v[i % 2]);  // R9
+  }
+}
+
 // ---- gradients --------------------------------------------------------------------------------
 
 // Columns from `col` on of the rows `row` and row + 8, times `scale`, 16 bytes at a time.

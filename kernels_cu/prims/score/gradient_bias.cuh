@@ -51,8 +51,8 @@ __device__ __forceinline__ float biased_score(float S, float scale, float bias) 
   return bias == NEG_INF ? NEG_INF : __fadd_rn(S * scale, bias);
 }
 
-// The bias of the scores of a warp, which has the keys [key0, key0 + 16) of a block. Score i of a
-// lane is at query row i / 4 * 8 + lane % 4 * 2 + i % 2. Its key is the lane's, or eight further.
+// The bias of the scores of a warp, which has the keys [key0, key0 + 16) of a block. A lane's
+// scores have its key, or key + 8. Score i has query row i / 4 * 8 + lane % 4 * 2 + i % 2.
 template <BiasKind>
 struct KeysBias {
   template <typename Smem>

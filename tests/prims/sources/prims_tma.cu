@@ -1,5 +1,6 @@
 // prims_tma -- boxes of an array by the copy engine, and what they look like in shared memory:
 // swizzled over 128 bytes, zeros for what lies outside the array.
+#include "prims/instructions/cluster.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
 
@@ -30,6 +31,34 @@ extern "C" __global__ void boxes(const __grid_constant__ TensorMap X_map,
   }
   mbarrier_wait_parity(full, 0);  // every box has arrived
   for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) tile[i] = shared[i];
+}
+
+// The same to both blocks of a cluster, each of which copies every other box.
+extern "C" __global__ CLUSTER_OF_SPLITS void boxes_to_both(
+    const __grid_constant__ TensorMap X_map,
+    const int* at,    // [BOXES, 4]: column, row, head, batch
+    uint8_t* tile) {  // [2, BOXES, BOX_BYTES], of either block
+  __shared__ alignas(1024) uint8_t shared[BOXES * BOX_BYTES];
+  __shared__ Mbarrier full;
+  const int lane = lane_id(), rank = blockIdx.x;
+  for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE) shared[i] = 0xff;
+  fence_proxy_async();
+  if (lane == 0) {
+    mbarrier_init(full, 1);
+    fence_mbarrier_init();
+  }
+  cluster_sync();  // background and barrier of both blocks are there before the copies start
+  if (lane == 0) {
+    mbarrier_arrive_expect_tx(full, BOXES * BOX_BYTES);  // from both blocks
+    for (int b = rank; b < BOXES; b += 2)
+      cp_async_bulk_tensor_4d_multicast(
+          shared + b * BOX_BYTES, X_map, full, at[4 * b], at[4 * b + 1], at[4 * b + 2],
+          at[4 * b + 3], 3);
+  }
+  mbarrier_wait_parity(full, 0);  // every box has arrived
+  for (int i = lane; i < BOXES * BOX_BYTES; i += WARP_SIZE)
+    tile[rank * BOXES * BOX_BYTES + i] = shared[i];
+  cluster_sync();  // no copy comes here any more
 }
 
 // The other way: boxes as they lie in shared memory, to an array. None begins before it.
