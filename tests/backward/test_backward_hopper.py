@@ -387,14 +387,23 @@ def test_keys_that_no_row_attends_to_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "form"),
-    [(72, "sm90_atomic"), *slow_rows(((72, "sm90_deterministic"), (256, "sm90_deterministic")))],
-)
-def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str) -> None:
+    ("head_dim", "form", "of_scores"),
+    [
+        (72, "sm90_atomic", ""),
+        *slow_rows((
+            (72, "sm90_deterministic", ""), (256, "sm90_deterministic", ""),
+            (64, "sm90_atomic", "bias"), (128, "sm90_atomic", "bias"),
+            (256, "sm90_deterministic", "mask"),
+        )),
+    ],
+)  # fmt: skip
+def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str, of_scores: str) -> None:
+    made = {"bias": admitting((130, 70), "float16"), "mask": sparse((130, 70))}
+    options = {name: x for name, x in made.items() if name == of_scores}
     profile = interpret.Profile()
     with interpret.observe(profile):
-        inputs = received(*normal((1, 1, 130, head_dim), (1, 1, 70, head_dim)))
-        run_backward(inputs, **interpreted_as(form))
+        inputs = received(*normal((1, 1, 130, head_dim), (1, 1, 70, head_dim)), **options)
+        run_backward(inputs, **interpreted_as(form), **options)
     wide = "_wide" if head_dim > SUMMED else ""
     assert profile.excess == 0 and f"backward_keys{wide}" in profile.kernels
 

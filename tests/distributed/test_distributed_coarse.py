@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from cupyattn.ops.part_sums import added_sums, all_keys_sums
 from tests.backward.backward_cases import Received, received
 from tests.backward.coarse_cases import check, defined, large_products
 from tests.distributed.distributed_cases import asked_for, entry, packed
+from tests.faults.fault_patches import put_a_line_in_place
 
 
 def in_a_ring(
@@ -84,6 +86,28 @@ def test_packed_sequences_and_heads_that_are_exchanged() -> None:
                         strict=True):  # fmt: skip
             difference = np.linalg.norm(x.astype(float) - entry(y))
             assert difference <= 2e-3 * np.linalg.norm(entry(y).astype(float))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "line", "instead"), [
+    ("backward_coarse.cu", "part_M[at + g + h * 8] = m[h] == NEG_INF ? NEG_INF : M[h];",
+     "part_M[at + g + h * 8] = 0.0f;"),
+    ("backward_coarse.cu", "part_l[at + g + h * 8] = l[h];", "part_l[at + g + h * 8] = 1.0f;"),
+    ("backward_delta.cu", "row_M[padded] = grad.given_M[at];",
+     "row_M[padded] = row_maximum_from(lse);"),
+    ("backward_delta.cu", "row_factor[padded] = grad.given_factor[at];",
+     "row_factor[padded] = 1.0f;"),
+])  # fmt: skip
+def test_a_mistake_in_a_kernel_is_noticed(
+    file: str, line: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Maxima and sums over some keys, and where they are taken over all keys."""
+    source = f"backward/{file}"
+    put_a_line_in_place(source, f"grad.{line}", f"grad.{instead}", tmp_path, monkeypatch)
+    inputs = large_products(64, 24, 40)
+    found = in_a_ring(inputs, 2, scale=1 / 8, backend="interpret")
+    with pytest.raises(AssertionError, match="off by"):
+        check(found, defined(inputs, scale=1 / 8), columns=1)
 
 
 @pytest.mark.parametrize("natural", [False, True])

@@ -155,6 +155,12 @@ def _gradients() -> Iterator[Gradient]:
             yield Gradient(
                 f"{name} hd{head_dim}", (1, 1, 1, 512, 512, head_dim), "sm_90a", "f16", options
             )
+    for name, shape in {"bias of scores": (512, 512), "bias of keys": (512,)}.items():
+        for head_dim in (64, 128, 192):
+            yield Gradient(
+                f"{name} hd{head_dim}", (1, 1, 1, 512, 512, head_dim), "sm_90a", "f16",
+                {"bias": np.zeros(shape, np.float16)},
+            )  # fmt: skip
     turns = {"rope": (np.ones((300, 32), np.float32), np.zeros((300, 32), np.float32))}
     for name, options in {
         "shifted": {"shift": 1}, "layout": {"layout": "BSHD"}, "rope": turns,

@@ -12,8 +12,7 @@
 //              every run. The first block stores its part, the last block stores rows. One warp
 //              waits for the turn, another passes it on. A block waits only for blocks that have
 //              already begun. Hence no deadlock.
-// Scores       Softcap or bias change S during the product dP. Bits of a mask come with Q, by
-//              lane. Boxes of a bias come when the step before has added its own.
+// Scores       Softcap or bias change S during dP. Bits of a mask come with Q, lane by lane.
 // Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
 //              packed sequences the rows of the next sequence are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the

@@ -45,8 +45,8 @@ __device__ __forceinline__ void copy_bias(
 // ---- the consumers ---------------------------------------------------------------------------
 
 // R3: the score of a product in natural units, as Scores::of has it.
-// NOTE: with the factor outside of the condition NVRTC 13.5 multiplies all scores first, and spills
-// up to 116 bytes.
+// NOTE: the factor is inside the condition. Outside, NVRTC 13.5 multiplies all scores first and
+// spills up to 116 bytes.
 __device__ __forceinline__ float biased_score(float S, float scale, float bias) {
   return bias == NEG_INF ? NEG_INF : __fadd_rn(S * scale, bias);
 }
