@@ -31,7 +31,7 @@ from experiments._harness import recording
 
 Floats = npt.NDArray[np.float32]
 ROWS, OUT = 64, 128
-#: How a layer takes its input, by name: whether it is smoothed, and options of the layer.
+#: Ways in which a layer takes its input: whether it is smoothed, and options of the layer.
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "block": (False, {"strategy": "block"}),
     "channel": (False, {"strategy": "channel"}),

@@ -119,8 +119,8 @@ __device__ __forceinline__ int channel_of(int a, int thread = thread_id()) {
 __device__ __forceinline__ bool is_channel(int channel) {
   return BLOCK_N == CHANNELS || channel < CHANNELS;
 }
-// Whether channel j of run a of this thread is one. Most rows consist of whole runs, and a lane of a
-// rotated row has all runs of a group or none.
+// Whether channel j of run a of this thread is one. Most rows consist of whole runs, and a lane of
+// a rotated row has all runs of a group or none.
 __device__ __forceinline__ bool has_channel(int a, int j = 0) {
   return is_channel(channel_of(ROTATED ? a / TURNED * TURNED : a) + (CHANNELS % RUN == 0 ? 0 : j));
 }
@@ -278,7 +278,8 @@ struct Affine {
         for (int i = 0; i < RUN_PARTS; ++i) {
           const auto part = *reinterpret_cast<const RunPart*>(
               smem.affine[a * RUN_PARTS + i][thread_id() % AFFINE_THREADS]);
-          float* to = i * WIDE < RUN ? factors.g + i * WIDE : factors.h + (i * WIDE - RUN);
+          const int at = i * WIDE;
+          float* to = at < RUN ? factors.g + at : factors.h + (at - RUN);  // [WIDE]
 #pragma unroll
           for (int j = 0; j < WIDE; ++j) to[j] = part.v[j];
         }

@@ -250,8 +250,8 @@ constexpr int CHANNELS = CFG_CHANNELS;           // of a row
 constexpr int ROTATE = CFG_ROTATE;               // channels of a group that is rotated; 0: none is
 constexpr bool BY_ROW = CFG_BY_ROW;              // a row has one scale; otherwise a slice of it has
 constexpr bool BY_EIGHT = CFG_BY_EIGHT;          // eight numbers of these vectors lie aligned
-// Rows with the same factors, which are made of these vectors: several of a team, all of a block at a
-// time, or none.
+// Rows that share the factors made of these vectors: rows of a team, all rows of a block at a time,
+// or a row alone.
 enum class FactorsOf { TEAM, BLOCK, ROW };
 constexpr FactorsOf FACTORS_OF = FactorsOf(CFG_FACTORS);
 constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;  // thread blocks at a time

@@ -162,7 +162,7 @@ class NormedLayers(NamedTuple):
     shift: Any
     norm: str | None
     eps: float
-    #: Of the rows, before they are quantised; "" for none.
+    #: Activation of the rows before they are quantised; "" for none.
     row_activation: str
     rotate: str | None
     weights: Sequence[Any]

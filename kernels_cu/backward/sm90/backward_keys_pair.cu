@@ -281,7 +281,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
     float dV_acc[COLS / 2] = {};  // [COLS / 8][4]
     float S_acc[BLOCK_Q / 2];     // [BLOCK_Q / 8][4], then P
     uint32_t P_frag[BLOCK_Q / 16][4];
-    float* sums;  // destination of the next dQ
+    float* sums;  // [QUERY_SUMS], where the next dQ is added
 
     // S3 scores
     const auto start_scores = [&] {
@@ -322,7 +322,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
       end_dV();
       while (steps.head < last_head) {
         start_scores();
-        float* before = sums;
+        float* before = sums;  // [QUERY_SUMS]
         wgmma_wait_group<0>();
         end_scores();
         start_dQ();
@@ -349,7 +349,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
     float dP_acc[BLOCK_Q / 2];    // [BLOCK_Q / 8][4]
     uint32_t dS_frag[BLOCK_Q / 16][4];
     RingPosition<2> dS_at;
-    float* sums;
+    float* sums;  // [QUERY_SUMS], where the next dQ is added
 
     // S3 dP
     const auto start_slopes = [&] {
@@ -399,7 +399,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
       start_slopes();
       wgmma_wait_group<0>();
       end_slopes();
-      float* before = nullptr;
+      float* before = nullptr;  // [QUERY_SUMS]
       while (true) {
         share_slopes();
         start_dK();
