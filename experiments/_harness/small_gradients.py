@@ -101,6 +101,8 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
         "block mask": (blocks, {}),
         "head_dim 36": ({"causal": True}, {"head_dim": 36, **few}),
         "head_dim 7": ({}, {"head_dim": 7, "heads": (2, 1), **few}),
+        "head_dim 7, large scores": (
+            {"causal": True}, {"head_dim": 7, "heads": (2, 1), "factor": 60.0, **few}),
         "head_dim 128": ({"causal": True}, {"head_dim": 128, "heads": (2, 1), **few}),
     }  # fmt: skip
     made: dict[str, Callable[[], str]] = {}

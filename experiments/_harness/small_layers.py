@@ -289,6 +289,7 @@ def layer_calls() -> dict[str, Callable[[], str]]:
     for heads, lengths, head_dim, rows, arch, waves in (
         ((2, 1), (83, 150), 16, 41, None, None), ((6, 2), (33, 131), 40, 32, None, None),
         ((1, 1), (9, 1100), 16, 8, None, None), ((1, 1), (5, 70), 160, 4, None, None),
+        ((1, 1), (32, 150), 16, 32, None, None),
         ((6, 2), (33, 77), 40, 41, "sm_90a", 1), ((5, 5), (9, 1000), 64, 8, "sm_90a", 1),
         ((1, 1), (64, 2049), 16, 32, "sm_90a", None), ((2, 1), (5, 600), 160, 4, "sm_90a", None),
     ):  # fmt: skip
