@@ -6,7 +6,7 @@ Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
              does not end. Calls with code of the fault's line come first, then the cheapest; calls
              without it are run only if no code of the line has changed, or with --again.
-Run          python -m experiments.accuracy.mutation_score --seed 4 --jobs 2 --update-docs
+Run          python -m experiments.accuracy.mutation_score --seed 5 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
 the next one is drawn. The record is written after each fault, and the same command goes on where
