@@ -64,7 +64,7 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
 EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
-#: The survivors of the record, run again after rules and calls that some of them led to.
+#: Survivors of the record that change a result, after rules and calls that some of them led to.
 AGAIN = f"{NAME}_again"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
@@ -345,8 +345,10 @@ def experiment(args: Any) -> int:
     order = drawn(files, args.seed)
     if args.again is not None:
         old = json.loads(args.again.read_text())["faults"]
-        names = {(x["file"], x["name"]) for x in old if x["became"] == SURVIVED}
-        order = [(file, one) for file, one in order if (file, one.name) in names]
+        why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
+        names = {f"{x['file']} {x['name']}" for x in old if x["became"] == SURVIVED}
+        names -= {name for name in names if why.get(name, [OPEN])[0] == NO_CHANGE}
+        order = [(file, one) for file, one in order if f"{file} {one.name}" in names]
         known = replace(known, thorough=True)
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
@@ -463,7 +465,7 @@ def _again(record: Mapping[str, Any], rest: int) -> list[str]:
     return [
         "",
         f"After the first run, rules and calls were added that its survivors had led to. Then "
-        f"{later} of its {len(again['faults'])} survivors are noticed (revision "
+        f"{later} of the {len(again['faults'])} that change a result are noticed (revision "
         f"{again['environment']['revision'][:10]}), together {all_noticed} of {rest} "
         f"({100 * all_noticed / max(1, rest):.1f} %). This second share is of faults that were "
         f"known; only the first says how many faults of a new draw would be noticed.",
@@ -483,7 +485,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
     kept = "keep what calls take and compile there, and read it if no source differs"
     parser.add_argument("--baseline", type=Path, metavar="FILE", help=kept)
-    again = "run the survivors of this record, give --json, too"
+    again = "run the survivors of this record that change a result, give --json, too"
     parser.add_argument("--again", type=Path, metavar="FILE", help=again)
     recording.add_page_arguments(parser)
     args = parser.parse_args(argv)

@@ -197,5 +197,5 @@ def test_the_second_share_is_told_apart_from_the_first(
     again = {**record, "faults": became[-4:] + [{"became": "noticed"}] * 6}
     (tmp_path / f"{mutation_score.AGAIN}.json").write_text(json.dumps(again))
     text = "".join(mutation_score._again(record, 98))
-    assert "6 of its 10 survivors are noticed (revision 1234567890)" in text
+    assert "6 of the 10 that change a result are noticed (revision 1234567890)" in text
     assert "together 96 of 98 (98.0 %)" in text
