@@ -346,8 +346,7 @@ def experiment(args: Any) -> int:
     if args.again is not None:
         old = json.loads(args.again.read_text())["faults"]
         why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
-        names = {f"{x['file']} {x['name']}" for x in old if x["became"] == SURVIVED}
-        names -= {name for name in names if why.get(name, [OPEN])[0] == NO_CHANGE}
+        names = of_consequence(old, why)
         order = [(file, one) for file, one in order if f"{file} {one.name}" in names]
         known = replace(known, thorough=True)
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
@@ -452,6 +451,14 @@ def table(record: Mapping[str, Any]) -> list[str]:
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
     ]
     return lines
+
+
+def of_consequence(
+    faults: Sequence[Mapping[str, Any]], why: Mapping[str, Sequence[str]]
+) -> set[str]:
+    """Return file and name of each survivor of which `why` does not say that it changes nothing."""
+    names = {f"{x['file']} {x['name']}" for x in faults if x["became"] == SURVIVED}
+    return {name for name in names if why.get(name, [OPEN])[0] != NO_CHANGE}
 
 
 def _again(record: Mapping[str, Any], rest: int) -> list[str]:

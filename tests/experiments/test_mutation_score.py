@@ -199,3 +199,10 @@ def test_the_second_share_is_told_apart_from_the_first(
     text = "".join(mutation_score._again(record, 98))
     assert "6 of the 10 that change a result are noticed (revision 1234567890)" in text
     assert "together 96 of 98 (98.0 %)" in text
+
+
+def test_survivors_that_change_nothing_are_not_run_again() -> None:
+    states = ("survived", "survived", "survived", "noticed")
+    faults = [{"file": "a.cu", "name": str(n), "became": x} for n, x in enumerate(states)]
+    why = {"a.cu 0": ["changes no result", ""], "a.cu 1": ["no call has the case", ""]}
+    assert mutation_score.of_consequence(faults, why) == {"a.cu 1", "a.cu 2"}
