@@ -66,6 +66,8 @@ EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
 #: Survivors of the record that change a result, after rules and calls that some of them led to.
 AGAIN = f"{NAME}_again"
+#: A draw with another seed after that.
+FRESH = f"{NAME}_fresh"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -419,7 +421,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
         *recording.markdown(header, rows),
     ]
     runs = []
-    for x in (*map(recording.stored, EARLIER), record):
+    fresh = _stored(FRESH)
+    for x in (*map(recording.stored, EARLIER), record, *([fresh] if fresh else [])):
         noticed, survived = (
             sum(one["became"] == state for one in x["faults"]) for state in (NOTICED, SURVIVED)
         )
@@ -431,6 +434,20 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(["seed", "revision", "files", "calls", "noticed"], runs),
     ]
+    lines += ["", *_survivors(record)]
+    if fresh:
+        lines += [
+            "",
+            f"Seed {fresh['seed']} drew other faults after that, for the calls as they are now. "
+            "Here too the share is of a first run:",
+            "",
+            *_survivors(fresh),
+        ]
+    return lines
+
+
+def _survivors(record: Mapping[str, Any]) -> list[str]:
+    """Return how many faults of a record are noticed, and a table of the others."""
     why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
     cells, reasons = [], []
     for x in (x for x in record["faults"] if x["became"] == SURVIVED):
@@ -441,16 +458,16 @@ def table(record: Mapping[str, Any]) -> list[str]:
     count = {reason: reasons.count(reason) for reason in (NO_CHANGE, NO_CASE, OPEN)}
     noticed = sum(x["became"] == NOTICED for x in record["faults"])
     rest = noticed + count[NO_CASE] + count[OPEN]
-    lines += [
-        "",
-        f"Of the {len(cells)} survivors, {count[NO_CHANGE]} change no result. Without these, "
-        f"{noticed} of {rest} are noticed ({100 * noticed / max(1, rest):.1f} %). For "
-        f"{count[NO_CASE]} no call has the case, and {count[OPEN]} are open.",
+    return [
+        f"{noticed} of {noticed + len(cells)} faults are noticed "
+        f"({100 * noticed / max(1, noticed + len(cells)):.1f} %). Of the {len(cells)} survivors, "
+        f"{count[NO_CHANGE]} change no result. Without these, {noticed} of {rest} are noticed "
+        f"({100 * noticed / max(1, rest):.1f} %). No call had the case of {count[NO_CASE]}; "
+        f"{count[OPEN]} open.",
         *_again(record, rest),
         "",
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
     ]
-    return lines
 
 
 def of_consequence(
@@ -463,20 +480,24 @@ def of_consequence(
 
 def _again(record: Mapping[str, Any], rest: int) -> list[str]:
     """Return what became of the survivors when they were run again; `rest` change results."""
-    path = recording.RESULTS / f"{AGAIN}.json"
-    if not path.exists():
+    again = _stored(AGAIN)
+    if again is None or again["seed"] != record["seed"]:
         return []
-    again = recording.stored(AGAIN)
     later = sum(x["became"] == NOTICED for x in again["faults"])
     all_noticed = later + sum(x["became"] == NOTICED for x in record["faults"])
     return [
         "",
-        f"After the first run, rules and calls were added that its survivors had led to. Then "
+        f"After this run, rules and calls were added that its survivors had led to. Then "
         f"{later} of the {len(again['faults'])} that change a result are noticed (revision "
         f"{again['environment']['revision'][:10]}), together {all_noticed} of {rest} "
         f"({100 * all_noticed / max(1, rest):.1f} %). This second share is of faults that were "
         f"known; only the first says how many faults of a new draw would be noticed.",
     ]
+
+
+def _stored(name: str) -> dict[str, Any] | None:
+    """Return a record that there may be."""
+    return recording.stored(name) if (recording.RESULTS / f"{name}.json").exists() else None
 
 
 def _cell(text: str) -> str:

@@ -199,6 +199,7 @@ def test_the_second_share_is_told_apart_from_the_first(
     text = "".join(mutation_score._again(record, 98))
     assert "6 of the 10 that change a result are noticed (revision 1234567890)" in text
     assert "together 96 of 98 (98.0 %)" in text
+    assert mutation_score._again({**record, "seed": 5}, 98) == []
 
 
 def test_survivors_that_change_nothing_are_not_run_again() -> None:
