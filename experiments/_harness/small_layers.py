@@ -338,6 +338,7 @@ def _products() -> dict[str, Callable[[], str]]:
         "sm90 split": ((150, 140, 912), halves, "sm_90a", {}),
         "sm90 last wave split": ((150, 140, 400), tail, "sm_90a", {"blocks": 4}),
         "sm90 wide tiles": ((70, 300, 304), GemmTiles(128, 256, 12, 4), "sm_90a", {"bias": True}),
+        "sm90 many stages": ((70, 140, 1312), GemmTiles(64, 128, 8, 6), "sm_90a", {}),
         "sm90 few blocks": ((150, 140, 400), hopper, "sm_90a", {"blocks": 2, "bias": True}),
         "sm90 rows, few blocks": ((150, 140, 400), hopper, "sm_90a", {**by_row, "blocks": 2}),
     }  # fmt: skip
