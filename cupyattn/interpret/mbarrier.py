@@ -121,8 +121,8 @@ class Mbarriers:
     def arrive(self, address: Ints, counts: Ints, tx: Ints, lanes: Ints) -> Ints:
         """Announce bytes and count arrivals; return the phases of these arrivals.
 
-        Lanes of a warp arrive in no order. If some of them end a phase, and the others arrive in
-        the next one, then which of them do so is left to chance: they were not meant to arrive.
+        Lanes of a warp arrive in no order. If some end a phase and others arrive in the next one,
+        chance decides which: not all of them were meant to arrive.
         """
         machine = self._machine
         phases = np.empty(len(lanes), np.int64)

@@ -47,7 +47,7 @@ from experiments._harness.small_calls import small_calls
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 NAME = "mutation_score"
 BEGIN, END = "<!-- mutation_score: begin -->", "<!-- mutation_score: end -->"
-#: CPU seconds for a call, beside four times what it takes without a fault, 0.1 to 4.
+#: CPU seconds for a call, beside four times its own without a fault, which are 0.1 to 4.
 SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
@@ -164,7 +164,7 @@ def _unharmed(
 def fast_code(module: Module) -> str:
     """Return a hash of the machine code of a module with few optimisations; "" if it has none.
 
-    A process of its own compiles it: NVRTC keeps the option, and would compile worse code for all
+    Another process compiles it: NVRTC keeps the option, and would compile worse code for all
     later modules of this one.
     """
     if os.getpid() not in _FAST_COMPILERS:
