@@ -62,9 +62,9 @@ EVERY = ("fa_tc", "fa_int8", "fa_tc, sm90", "fa_int8, sm90")
 
 
 @contextmanager
-def _cut_tiles() -> Iterator[None]:
-    """Let Hopper forms run in four blocks, which share the last tiles."""
-    with mock.patch.object(tile_pieces, "LEAST_SAVED", 1), hopper_blocks(4):
+def _cut_tiles(blocks: int) -> Iterator[None]:
+    """Let Hopper forms run in so many blocks, which share the last tiles."""
+    with mock.patch.object(tile_pieces, "LEAST_SAVED", 1), hopper_blocks(blocks):
         yield
 
 
@@ -98,7 +98,7 @@ def attend(
         operands = (z, None, None)
     with ExitStack() as stack:
         if pieces:
-            stack.enter_context(_cut_tiles())
+            stack.enter_context(_cut_tiles(blocks or 4))
         elif blocks is not None:
             stack.enter_context(hopper_blocks(blocks))
         plan = plans(resolved(*operands, **asked))[-1]
@@ -331,6 +331,8 @@ def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
     dtype = rung[2]
     cut = arrays(200, 500, dtype, 11, heads=(3, 1), batch=1)
     far = arrays(70, 700, dtype, 12, 128, heads=(1, 1), batch=1)
+    # A block has the end of a tile and the beginning of the next one.
+    across = arrays(200, 500, dtype, 21, heads=(4, 1), batch=1)
     # One step a tile: the buffers of Q hold the producer, not the buffers of K and V.
     short = arrays(500, 50, dtype, 16, heads=(2, 1), batch=1)
     return {
@@ -338,6 +340,7 @@ def _of_hopper(rung: Rung, plain: Any) -> dict[str, Callable[[], str]]:
         "causal, few blocks": lambda: attend(rung, plain, {"causal": True}, blocks=3),
         "few blocks": lambda: attend(rung, plain, {}, blocks=3),
         "tiles cut": lambda: attend(rung, cut, {}, pieces=True),
+        "tiles cut, two in a block": lambda: attend(rung, across, {}, pieces=True, blocks=3),
         "all tiles cut": lambda: attend(rung, far, {}, pieces=True),
     }
 

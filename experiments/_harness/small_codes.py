@@ -67,6 +67,6 @@ def code_calls() -> dict[str, Callable[[], str]]:
         for dtype, head_dim in (types[0], types[1 + number % 2]):
             how = quant, LENGTHS, dtype, head_dim
             calls[f"quantize: {name}, {dtype}"] = partial(quantized, *how)
-    long = ca.QuantConfig(pv="int8"), (1100, 1100), "float16", 24, (1, 1)
+    long = ca.QuantConfig(pv="int8"), (1100, 1040), "float16", 24, (1, 1)
     calls["quantize: many rows"] = lambda: quantized(*long)
     return calls

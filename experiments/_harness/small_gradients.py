@@ -101,6 +101,8 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
         "block mask": (blocks, {}),
         "head_dim 36": ({"causal": True}, {"head_dim": 36, **few}),
         "head_dim 7": ({}, {"head_dim": 7, "heads": (2, 1), **few}),
+        "head_dim 7, large scores": (
+            {"causal": True}, {"head_dim": 7, "heads": (2, 1), "factor": 60.0, **few}),
         "head_dim 128": ({"causal": True}, {"head_dim": 128, "heads": (2, 1), **few}),
     }  # fmt: skip
     made: dict[str, Callable[[], str]] = {}
@@ -120,6 +122,8 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
         "head_dim 128": ({"causal": True}, {"lengths": (130, 400), "head_dim": 128}),
         "head_dim 160": ({"causal": True}, {"lengths": (150, 270), "head_dim": 160}),
         "head_dim 256": ({"d_lse": lse_of_two}, {"head_dim": 256}),
+        "head_dim 256, rows without keys": (
+            {"causal": True}, {"lengths": (300, 100), "head_dim": 256}),
         "head_dim 256, large scores": (
             {"window": (150, 40)}, {"factor": 8.0, "lengths": FEWER, "head_dim": 256}),
     }  # fmt: skip

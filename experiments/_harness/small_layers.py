@@ -289,6 +289,7 @@ def layer_calls() -> dict[str, Callable[[], str]]:
     for heads, lengths, head_dim, rows, arch, waves in (
         ((2, 1), (83, 150), 16, 41, None, None), ((6, 2), (33, 131), 40, 32, None, None),
         ((1, 1), (9, 1100), 16, 8, None, None), ((1, 1), (5, 70), 160, 4, None, None),
+        ((1, 1), (32, 150), 16, 32, None, None),
         ((6, 2), (33, 77), 40, 41, "sm_90a", 1), ((5, 5), (9, 1000), 64, 8, "sm_90a", 1),
         ((1, 1), (64, 2049), 16, 32, "sm_90a", None), ((2, 1), (5, 600), 160, 4, "sm_90a", None),
     ):  # fmt: skip
@@ -336,6 +337,8 @@ def _products() -> dict[str, Callable[[], str]]:
             **by_row, "activation": "swiglu", "out_dtype": "float16"}),
         "sm90 split": ((150, 140, 912), halves, "sm_90a", {}),
         "sm90 last wave split": ((150, 140, 400), tail, "sm_90a", {"blocks": 4}),
+        "sm90 wide tiles": ((70, 300, 304), GemmTiles(128, 256, 12, 4), "sm_90a", {"bias": True}),
+        "sm90 many stages": ((70, 140, 1312), GemmTiles(64, 128, 8, 6), "sm_90a", {}),
         "sm90 few blocks": ((150, 140, 400), hopper, "sm_90a", {"blocks": 2, "bias": True}),
         "sm90 rows, few blocks": ((150, 140, 400), hopper, "sm_90a", {**by_row, "blocks": 2}),
     }  # fmt: skip

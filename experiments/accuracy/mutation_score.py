@@ -6,7 +6,7 @@ Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
              does not end. Calls with code of the fault's line come first, then the cheapest; calls
              without it are run only if no code of the line has changed, or with --again.
-Run          python -m experiments.accuracy.mutation_score --seed 4 --jobs 2 --update-docs
+Run          python -m experiments.accuracy.mutation_score --seed 5 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
 the next one is drawn. The record is written after each fault, and the same command goes on where
@@ -64,8 +64,10 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
 EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
-#: The survivors of the record, run again after rules and calls that some of them led to.
+#: Survivors of the record that change a result, after rules and calls that some of them led to.
 AGAIN = f"{NAME}_again"
+#: A draw with another seed after that.
+FRESH = f"{NAME}_fresh"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -345,8 +347,9 @@ def experiment(args: Any) -> int:
     order = drawn(files, args.seed)
     if args.again is not None:
         old = json.loads(args.again.read_text())["faults"]
-        names = {(x["file"], x["name"]) for x in old if x["became"] == SURVIVED}
-        order = [(file, one) for file, one in order if (file, one.name) in names]
+        why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
+        names = of_consequence(old, why)
+        order = [(file, one) for file, one in order if f"{file} {one.name}" in names]
         known = replace(known, thorough=True)
     sources = "".join((compiler.KERNELS / name).read_text() for name in sorted(files))
     content: dict[str, Any] = {
@@ -418,7 +421,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
         *recording.markdown(header, rows),
     ]
     runs = []
-    for x in (*map(recording.stored, EARLIER), record):
+    fresh = _stored(FRESH)
+    for x in (*map(recording.stored, EARLIER), record, *([fresh] if fresh else [])):
         noticed, survived = (
             sum(one["became"] == state for one in x["faults"]) for state in (NOTICED, SURVIVED)
         )
@@ -430,6 +434,20 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(["seed", "revision", "files", "calls", "noticed"], runs),
     ]
+    lines += ["", *_survivors(record)]
+    if fresh:
+        lines += [
+            "",
+            f"Seed {fresh['seed']} drew other faults after that, for the calls as they are now. "
+            "Here too the share is of a first run:",
+            "",
+            *_survivors(fresh),
+        ]
+    return lines
+
+
+def _survivors(record: Mapping[str, Any]) -> list[str]:
+    """Return how many faults of a record are noticed, and a table of the others."""
     why = json.loads(EXPLAINED.read_text(encoding="utf-8"))
     cells, reasons = [], []
     for x in (x for x in record["faults"] if x["became"] == SURVIVED):
@@ -440,34 +458,46 @@ def table(record: Mapping[str, Any]) -> list[str]:
     count = {reason: reasons.count(reason) for reason in (NO_CHANGE, NO_CASE, OPEN)}
     noticed = sum(x["became"] == NOTICED for x in record["faults"])
     rest = noticed + count[NO_CASE] + count[OPEN]
-    lines += [
-        "",
-        f"Of the {len(cells)} survivors, {count[NO_CHANGE]} change no result. Without these, "
-        f"{noticed} of {rest} are noticed ({100 * noticed / max(1, rest):.1f} %). For "
-        f"{count[NO_CASE]} no call has the case, and {count[OPEN]} are open.",
+    return [
+        f"{noticed} of {noticed + len(cells)} faults are noticed "
+        f"({100 * noticed / max(1, noticed + len(cells)):.1f} %). Of the {len(cells)} survivors, "
+        f"{count[NO_CHANGE]} change no result. Without these, {noticed} of {rest} are noticed "
+        f"({100 * noticed / max(1, rest):.1f} %). No call had the case of {count[NO_CASE]}; "
+        f"{count[OPEN]} open.",
         *_again(record, rest),
         "",
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),
     ]
-    return lines
+
+
+def of_consequence(
+    faults: Sequence[Mapping[str, Any]], why: Mapping[str, Sequence[str]]
+) -> set[str]:
+    """Return file and name of each survivor of which `why` does not say that it changes nothing."""
+    names = {f"{x['file']} {x['name']}" for x in faults if x["became"] == SURVIVED}
+    return {name for name in names if why.get(name, [OPEN])[0] != NO_CHANGE}
 
 
 def _again(record: Mapping[str, Any], rest: int) -> list[str]:
     """Return what became of the survivors when they were run again; `rest` change results."""
-    path = recording.RESULTS / f"{AGAIN}.json"
-    if not path.exists():
+    again = _stored(AGAIN)
+    if again is None or again["seed"] != record["seed"]:
         return []
-    again = recording.stored(AGAIN)
     later = sum(x["became"] == NOTICED for x in again["faults"])
     all_noticed = later + sum(x["became"] == NOTICED for x in record["faults"])
     return [
         "",
-        f"After the first run, rules and calls were added that its survivors had led to. Then "
-        f"{later} of its {len(again['faults'])} survivors are noticed (revision "
+        f"After this run, rules and calls were added that its survivors had led to. Then "
+        f"{later} of the {len(again['faults'])} that change a result are noticed (revision "
         f"{again['environment']['revision'][:10]}), together {all_noticed} of {rest} "
         f"({100 * all_noticed / max(1, rest):.1f} %). This second share is of faults that were "
         f"known; only the first says how many faults of a new draw would be noticed.",
     ]
+
+
+def _stored(name: str) -> dict[str, Any] | None:
+    """Return a record that there may be."""
+    return recording.stored(name) if (recording.RESULTS / f"{name}.json").exists() else None
 
 
 def _cell(text: str) -> str:
@@ -483,7 +513,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (1)")
     kept = "keep what calls take and compile there, and read it if no source differs"
     parser.add_argument("--baseline", type=Path, metavar="FILE", help=kept)
-    again = "run the survivors of this record, give --json, too"
+    again = "run the survivors of this record that change a result, give --json, too"
     parser.add_argument("--again", type=Path, metavar="FILE", help=again)
     recording.add_page_arguments(parser)
     args = parser.parse_args(argv)

@@ -197,5 +197,13 @@ def test_the_second_share_is_told_apart_from_the_first(
     again = {**record, "faults": became[-4:] + [{"became": "noticed"}] * 6}
     (tmp_path / f"{mutation_score.AGAIN}.json").write_text(json.dumps(again))
     text = "".join(mutation_score._again(record, 98))
-    assert "6 of its 10 survivors are noticed (revision 1234567890)" in text
+    assert "6 of the 10 that change a result are noticed (revision 1234567890)" in text
     assert "together 96 of 98 (98.0 %)" in text
+    assert mutation_score._again({**record, "seed": 5}, 98) == []
+
+
+def test_survivors_that_change_nothing_are_not_run_again() -> None:
+    states = ("survived", "survived", "survived", "noticed")
+    faults = [{"file": "a.cu", "name": str(n), "became": x} for n, x in enumerate(states)]
+    why = {"a.cu 0": ["changes no result", ""], "a.cu 1": ["no call has the case", ""]}
+    assert mutation_score.of_consequence(faults, why) == {"a.cu 1", "a.cu 2"}
