@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, as_float64
 from cupyattn.errors import UnsupportedError
 
@@ -58,7 +59,9 @@ def smoothing_factors(
     """
     if not 0 <= strength <= 1:
         raise ValueError(f"strength must be from 0 to 1, got {strength!r}")
-    several: list[Array] = [*weights] if isinstance(weights, list | tuple) else [weights]
+    given: list[Array] = [*weights] if isinstance(weights, list | tuple) else [weights]
+    several = [operands(weights=w)[0] for w in given]
+    (x,) = operands(x=x)
     if not several or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in several):
         shapes = ", ".join(str(tuple(w.shape)) for w in several) or "none"
         raise ValueError(f"weights must be (out, {x.shape[-1]}), as x has channels, got {shapes}")

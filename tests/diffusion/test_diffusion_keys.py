@@ -128,7 +128,7 @@ def test_the_threshold_falls_with_the_noise() -> None:
 
 def test_pruning_goes_with_plain_dense_attention() -> None:
     q, k, v = example()
-    with pytest.raises(ca.UnsupportedError, match="attention_type='dense' alone, got 'local'"):
+    with pytest.raises(ca.UnsupportedError, match="requires attention_type='dense', got 'local'"):
         layer(attention_type="local", window_size=8, enable_pruning=True)
     with pytest.raises(ca.UnsupportedError, match="no mask, no rope and no qk_norm"):
         layer()(q, k, v, 0, enable_pruning=True, mask=np.ones(130, bool))

@@ -223,6 +223,10 @@ CALLS: dict[str, tuple[Arrays, Call]] = {
         {"x": X, "weight": X[0], "shift": X[1:2]}, lambda g: ca.norm_quant(norm="layer", **g)
     ),
     "quant.rotated": ({"x": X[:, :192].copy()}, lambda g: ca.quant.rotated(**g)),
+    "quant.smoothing_factors": (
+        {"x": X[:, :192].copy(), "weights": X[:8, :192].copy()},
+        lambda g: ca.quant.smoothing_factors(**g),
+    ),
     "weight_quant": ({"w": W}, lambda g: ca.weight_quant(**g)),
     "weight_dequant": ({"codes": B, "scales": B_SCALES}, lambda g: ca.weight_dequant(**g)),
     "int8_gemm": (
