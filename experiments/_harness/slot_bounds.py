@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import cupyattn as ca
-from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.activation_nodes import FUNCTIONS
+from cupyattn.interop.torch.bridge import as_array
 from cupyattn.interop.torch.linear import Int8Linear, dequantised
 from cupyattn.quant.activation import ACTIVATION_SLOPE
 
