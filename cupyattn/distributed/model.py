@@ -84,8 +84,8 @@ class Machine:
 #: devices, experiments/results/scaling.json.
 H200 = Machine("8 x H200 SXM a host")
 #: The same with NCCL within a host, as several processes have it. Its kernels take multiprocessors
-#: from attention: beside exchanged heads two devices had 0.83 of the rate at 118,800 rows. Its steps
-#: take the host longer, which short causal calls show.
+#: from attention: beside exchanged heads two devices had 0.83 of the rate at 118,800 rows. The host
+#: needs longer for its steps, which short causal calls show.
 H200_NCCL = replace(
     H200, name="8 x H200 SXM a host, by NCCL", heads_rate=0.83, host_heads=2.9e-3, host_codes=2.5e-3
 )
