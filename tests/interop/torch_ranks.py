@@ -74,7 +74,7 @@ def groups() -> None:
         gradients = torch.autograd.grad(o, own, d_out)
         parts = gathered([x.detach().cpu().numpy() for x in (o, *gradients)])
         joined = [rows.join([part[n] for part in parts]) for n in range(4)]
-        of_lse = rows.join(gathered(lse.cpu().numpy()), axis=-1)
+        of_lse = rows.join(gathered(lse.detach().cpu().numpy()), axis=-1)
         shared = Shared(mesh or Mesh(size, size), rows, rows)
         options: dict[str, Any] = {"causal": True}
         how = {"variant": "fa_tc", **options}
