@@ -289,7 +289,7 @@ def test_a_bias_of_every_kind(form: str, shape: tuple[int, ...], dtype: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["even", "steps", "masked", "padded"])
 def test_large_biases(kind: str) -> None:
-    """Rows whose log-sum-exp is coarse, all of them or those of one batch entry."""
+    """Rows whose log-sum-exp is coarse, in the whole batch or in one entry."""
     inputs, options = biased(-1500, kind)  # in float16 these are whole numbers
     bias = options["bias"].astype(np.float16)
     for form in HOPPER_FORMS:

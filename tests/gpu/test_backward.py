@@ -117,7 +117,7 @@ def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> No
 
 
 def test_pairs_of_blocks() -> None:
-    """Gradients within their bound; those of K and V have the same bits on every run."""
+    """Gradients within their bound; gradients of K and V have the same bits on every run."""
     how = options_of("sm90_atomic")
     with pairs_taken():
         for inputs, options in revealing_pair_backward():

@@ -33,7 +33,7 @@ from cupyattn.measure.words import printable
 from cupyattn.quant.blocks import Int8Config
 
 #: Why activations are refused with a checkpoint.
-ONE_OF_BOTH = "activations choose codes, and those of a checkpoint are made: give one of both"
+ONE_OF_BOTH = "activations choose codes, and a checkpoint has its codes already: give one of both"
 #: Choices for the replaced weights.
 ORIGINALS = ("cpu", "device", "drop")
 

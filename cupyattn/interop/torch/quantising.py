@@ -80,7 +80,7 @@ def with_strategy(
     widths : iterable of int
         Input channels of its linear layers.
     layers, activations : mapping, optional
-        Inputs of layers, (..., in), by name. Only those of `layers` are looked at.
+        Inputs of layers, (..., in), by name. Inputs of other layers are ignored.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def with_strategy(
     rows: dict[str, Tensor] = {}
     tops: dict[str, Tensor] = {}
     if config.smooth is True and not activations:
-        raise ValueError("smooth=True takes activations: give those of layers by name")
+        raise ValueError("smooth=True takes activations: give inputs of layers by name")
     for name, given in (activations or {}).items():
         linear = layers.get(name)
         if linear is None:
