@@ -309,7 +309,10 @@ def test_arguments_of_another_type_are_refused(options: dict[str, Any], message:
         ({"compile": True}, "compile must be 'blocks', 'graphs' or False, got True"),
         ({"include": "atn"}, "'atn' of include is found in the name of no linear layer or attent"),
         ({"activations": {"to_q": torch.ones(2, 128)}}, "of 'to_q', which is no linear layer, the"),
-        ({"activations": {}, "checkpoint": "int8"}, "a checkpoint has its codes already: give one of"),
+        (
+            {"activations": {}, "checkpoint": "int8"},
+            "a checkpoint has its codes already: give one of",
+        ),
     ],
 )
 def test_arguments_that_there_are_not_are_refused(options: dict[str, Any], message: str) -> None:

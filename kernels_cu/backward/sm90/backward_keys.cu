@@ -104,18 +104,6 @@ __device__ __forceinline__ void start_across(
   wgmma_commit_group();
 }
 
-// The bits of a step of a mask, from memory to where Q of the step is coming.
-template <typename Smem, typename Params>
-__device__ __forceinline__ void copy_bits(
-    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head, int kv0,
-    int q0) {
-  if constexpr (MASK) {
-    const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
-    const int64_t step = tile * grad.row_tiles + q0 / BLOCK_Q;
-    cp_async_bulk(smem.bits[stage], grad.mask_bits + step * STEP_WORDS, MASK_BYTES, full);
-  }
-}
-
 // The bits of this lane: BLOCK_Q / 4 of `key`, then of key + 8. Bit 2 n + i has the query row
 // q0 + 8 n + 2 (lane % 4) + i.
 struct MaskBits {

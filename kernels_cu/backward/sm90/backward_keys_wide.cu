@@ -76,18 +76,6 @@ __device__ __forceinline__ void start_half(
   wgmma_commit_group();
 }
 
-// The bits of a step of a mask, from memory to where Q of the step is coming.
-template <typename Smem, typename Params>
-__device__ __forceinline__ void copy_bits(
-    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head, int kv0,
-    int q0) {
-  if constexpr (MASK) {
-    const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
-    const int64_t step = tile * grad.row_tiles + q0 / BLOCK_Q;
-    cp_async_bulk(smem.bits[stage], grad.mask_bits + step * MASK_TILE_WORDS, MASK_BYTES, full);
-  }
-}
-
 // The bits of this lane's two keys and the query rows of its warpgroup.
 template <typename Smem>
 __device__ __forceinline__ void load_bits(

@@ -4,6 +4,7 @@
 
 #include "prims/score/gradient.cuh"
 #include "prims/io/tile_io.cuh"
+#include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
@@ -15,6 +16,21 @@ constexpr int BOXES = HEAD_DIM <= 128 ? ceil_div(HEAD_DIM, BOX_COLS) : 4;  // pe
 constexpr int COLS = HEAD_DIM <= 64    ? 64
                      : HEAD_DIM <= 128 ? round_up(HEAD_DIM, 32)
                                        : 256;  // of a gradient, as computed
+
+// ---- masks ------------------------------------------------------------------------------------
+
+// The bits of a step of a mask, from memory to where Q of the step is coming.
+template <typename Smem, typename Params>
+__device__ __forceinline__ void copy_bits(
+    Smem& smem, const Params& grad, int stage, Mbarrier& full, int64_t batch, int64_t head, int kv0,
+    int q0) {
+  if constexpr (MASK) {
+    constexpr int BYTES = sizeof(smem.bits[0]), WORDS = BYTES / sizeof(uint32_t);
+    const int64_t tile = batch * grad.mask_batch + head * grad.mask_head + kv0 / BLOCK_KV;
+    const int64_t step = tile * grad.row_tiles + q0 / BLOCK_Q;
+    cp_async_bulk(smem.bits[stage], grad.mask_bits + step * WORDS, BYTES, full);
+  }
+}
 
 // ---- products ---------------------------------------------------------------------------------
 
