@@ -106,9 +106,8 @@ def pipelines(record: Mapping[str, Any]) -> str:
         "*undecided* means that one includes 1. FP8 is torch's product by row, with torch's "
         "attention.", "",
         *recording.markdown(header, rows), "",
-        "Where a model became slower, the host was the limit. `accelerate` leaves such parts "
-        'native. With `compile="graphs"` they gain, too: '
-        "[CUDA graphs](docs/INTEROP.md#whole-models).",
+        '`accelerate` leaves a part native where its interval includes 1. With `compile="graphs"` '
+        "a pass is one CUDA graph: [its gains](docs/INTEROP.md#whole-models).",
     ])  # fmt: skip
 
 

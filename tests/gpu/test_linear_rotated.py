@@ -105,7 +105,8 @@ def test_smoothed_layers_of_torch_have_the_bits_of_the_mirror() -> None:
     factors = 2.0 ** torch.randint(-3, 3, (3072,))
     options = {"strategy": "channel", "rotate": "hadamard"}
     host = interop.Int8Linear.from_linear(linear, smooth=factors, backend="mirror", **options)
-    own = interop.Int8Linear.from_linear(linear.cuda(), smooth=factors.cuda(), **options)
+    moved = copy.deepcopy(linear).cuda()  # `cuda` moves in place the bias that `host` shares
+    own = interop.Int8Linear.from_linear(moved, smooth=factors.cuda(), **options)
     assert torch.equal(own.weight_codes.cpu(), host.weight_codes)
     assert torch.equal(own(x.cuda()).cpu(), host(x))
 
