@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 import statistics
 import sys
 import time
@@ -63,6 +64,12 @@ WAYS: dict[str, tuple[str | None, str | None]] = {
 CELLS = ("replace", "errors", "first", "passes", "graphs", "host", "steps")
 WARM = "warm"
 STEPS, HOST_PASSES = 10, 15
+#: Kinds of kernels by a pattern of their names; Inductor's are of none.
+PARTS = {
+    "products": "gemm_int8|nvjet|cublas|gemv", "attention": "attn_|sdpa|merge_pieces",
+    "codes and norms before them": "row_quant|norm_quant|quantize",
+}  # fmt: skip
+OTHER = "other kernels"
 #: Columns of the first table of docs/INTEROP.md.
 HEADER = [
     "", "pass", "of native", "of FP8, 16 bits", "as a CUDA graph", "of native", f"{STEPS} steps",
@@ -321,16 +328,26 @@ def busy(stage: Stage, model: Any) -> dict[str, Any]:
         stage.call(model)
         torch.cuda.synchronize()
     device_type = torch.autograd.DeviceType.CUDA
-    spans = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in profile.profiler.kineto_results.events()
+    events = [
+        event for event in profile.profiler.kineto_results.events()
         if event.device_type() == device_type
-    )
+    ]  # fmt: skip
+    spans = sorted((one.start_ns(), one.start_ns() + one.duration_ns()) for one in events)
     total, end = 0, 0
     for begin, stop in spans:  # launches may overlap
         total += max(0, stop - max(begin, end))
         end = max(end, stop)
-    return {"busy_seconds": total * 1e-9, "kernels": len(spans)}
+    parts = dict.fromkeys([*PARTS, OTHER], 0.0)
+    for one in events:
+        parts[part_of(one.name())] += one.duration_ns() * 1e-9
+    return {"busy_seconds": total * 1e-9, "kernels": len(spans), "parts": parts}
+
+
+def part_of(kernel: str) -> str:
+    """Return the kind of a kernel, by its name."""
+    if kernel.startswith("triton"):
+        return OTHER
+    return next((part for part, names in PARTS.items() if re.search(names, kernel)), OTHER)
 
 
 def steps(stage: Stage) -> dict[str, Any]:
@@ -519,6 +536,17 @@ def overview(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, lines
 
 
+def parts_table(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return a table of where the device's time of a pass goes, native and balanced."""
+    lines = []
+    for row in record["rows"]:
+        for way in (NATIVE, BALANCED):
+            parts = _of(row, "host", way).get("parts")
+            if parts:
+                lines.append([row["model"], way, *map(format_seconds, parts.values())])
+    return ["model", "way", *PARTS, OTHER], lines
+
+
 def replaced_table(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return a table of how long it takes to replace layers, by what becomes of the originals."""
     header = ["model", "layers", "originals stay", "extra memory", "to the host", "dropped",
@@ -543,9 +571,12 @@ def section(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         header, of_table = table(row)
         lines += [f"{title(row)}:", "", *recording.markdown(header, of_table), ""]
-    header, of_table = replaced_table(record)
-    lines += ["Seconds to replace the linear layers:", "",
-              *recording.markdown(header, of_table), ""]  # fmt: skip
+    for words, (header, of_table) in (
+        ("Seconds of the device by kind of kernel", parts_table(record)),
+        ("Seconds to replace the linear layers", replaced_table(record)),
+    ):
+        if of_table:
+            lines += [f"{words}:", "", *recording.markdown(header, of_table), ""]
     measured = sorted({
         f"{cell['device']}, revision {cell['revision'][:10]}"
         for row in record["rows"] for cell in row["cells"].values()

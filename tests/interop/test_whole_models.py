@@ -33,6 +33,21 @@ def test_an_interval_with_one_is_undecided_in_every_table() -> None:
         assert all(len(line) == len(header) for line in lines)
 
 
+def test_kernels_are_counted_by_kind_and_shown_once_measured() -> None:
+    kinds = {
+        "gemm_int8_channel": "products", "nvjet_sm90_tst_192x192": "products",
+        "attn_fa_int8": "attention", "cudnn_generated_fort_native_sdpa_sm90": "attention",
+        "norm_quant": "codes and norms before them", "quantize": "codes and norms before them",
+        "triton_red_fused__fused_rms_norm_diffusers_attention": whole_models.OTHER,
+        "Memset (Device)": whole_models.OTHER,
+    }  # fmt: skip
+    assert {name: whole_models.part_of(name) for name in kinds} == kinds
+    host = {"ways": {BALANCED: {"parts": dict.fromkeys([*whole_models.PARTS, "other"], 0.002)}}}
+    record = {"rows": [{"model": "Flux", "cells": {"host": host}}, {"model": "LTX", "cells": {}}]}
+    header, lines = whole_models.parts_table(record)
+    assert lines == [["Flux", BALANCED, *["2 ms"] * 4]] and len(header) == len(lines[0])
+
+
 @pytest.fixture(scope="module")
 def torch() -> Any:
     pytest.importorskip("diffusers")
