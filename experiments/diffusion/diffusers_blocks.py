@@ -69,8 +69,7 @@ REPLACED: dict[str, tuple[str | None, bool]] = {
 RECIPE = (
     f'Measured with `replace_attention_with_int8(model, policy="{REPLACED["INT8 attention"][0]}")` '
     f'(16 bits: `policy="{REPLACED["attention in 16 bits"][0]}"`)\n'
-    f'and `replace_linear_with_int8(model, config=Int8Config(strategy="{STRATEGY}"))`, which are '
-    "not the defaults."
+    f'and `replace_linear_with_int8(model, config=Int8Config(strategy="{STRATEGY}"))`.'
 )
 #: The same, and whether the model is compiled, by way.
 WAYS = {
