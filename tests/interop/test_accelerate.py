@@ -130,6 +130,20 @@ def test_blocks_are_compiled_and_run_their_own_code_afterwards() -> None:
     assert not compiled(model) and own._compiled_call_impl is before
 
 
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+@pytest.mark.parametrize("assigned", [True, False])
+def test_a_model_that_the_caller_compiled_is_compiled_once(assigned: bool, how: str) -> None:
+    pipe = cases.make("sd3")
+    model = pipe.transformer
+    if assigned:
+        pipe.transformer = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model.compile(backend="eager", fullgraph=True)
+    with interop.accelerate(pipe, compile=how, log=None) as handle:
+        assert handle.report().lines[0].endswith("accuracy 'full', compiled by the caller")
+        assert not compiled(model) and "forward" not in vars(model)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_are_close_to_eager_ones() -> None:
     model = transformer()
@@ -196,7 +210,9 @@ def test_nothing_is_replaced_or_compiled_where_all_was_slower(
     handle = interop.accelerate(model, log=None)
     lines = handle.report().lines
     assert "not compiled" in lines[0]
-    assert lines[1:3] == ("linear layers: native", "attention: native")
+    assert lines[1:4] == (
+        "linear layers: native", "attention: native", "gain: none, since nothing was replaced"
+    )  # fmt: skip
     assert not compiled(model)
     assert torch.equal(run(handle), native)
 

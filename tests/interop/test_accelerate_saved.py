@@ -57,6 +57,18 @@ def test_a_pipeline_is_saved_by_components(tmp_path: Path) -> None:
     handle.restore()
 
 
+def test_no_model_is_saved_if_the_folder_of_another_is_taken(tmp_path: Path) -> None:
+    pipe = cases.make("wan")
+    pipe.transformer, pipe.transformer_2 = transformer(), transformer()
+    taken = tmp_path / "transformer_2"
+    taken.mkdir()
+    (taken / "mine.txt").touch()
+    with interop.accelerate(pipe, **EAGER) as handle:
+        with pytest.raises(FileExistsError, match="transformer_2 exists already"):
+            handle.save(tmp_path)
+        assert [*tmp_path.iterdir()] == [taken]
+
+
 @pytest.mark.parametrize("may_rotate", [True, False])
 def test_layers_with_outliers_come_back_rotated_or_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_rotate: bool

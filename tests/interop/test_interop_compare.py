@@ -129,6 +129,38 @@ def test_an_interrupted_comparison_goes_on_and_leaves_nothing_behind(
         handle.compare(rounds=2, record=path, **QUIET, **call(guidance_scale=2.0))
 
 
+@pytest.mark.parametrize("how", ["assigned", "in place", "blocks"])
+def test_a_model_that_the_caller_compiled_is_not_compared(how: str, handle: Any) -> None:
+    """Its native copies would not be compiled, and the gain of compiling would count as ours."""
+    pipe, model = handle.target, handle.target.transformer
+    if how == "assigned":
+        pipe.transformer = torch.compile(model, backend="eager")
+    else:
+        (model if how == "in place" else model.transformer_blocks[0]).compile(backend="eager")
+    with pytest.raises(ValueError, match="SD3Transformer2DModel was compiled by the caller, and"):
+        handle.compare(rounds=1, **QUIET, **call())
+
+
+def test_a_comparison_leaves_random_numbers_and_code_of_the_caller(handle: Any) -> None:
+    scheduler, before = handle.target.scheduler, torch.get_rng_state()
+    own = scheduler.step
+    mine = scheduler.step = lambda *args, **kwargs: own(*args, **kwargs)
+    handle.compare(rounds=1, **QUIET, **call())
+    assert vars(scheduler)["step"] is mine
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_record_of_another_device_is_not_continued(handle: Any, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    handle.compare(rounds=1, record=path, **QUIET, **call())
+    found = json.loads(path.read_text())
+    assert found["what"]["device"] == "a CPU"
+    found["what"]["device"] = "NVIDIA H100"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="is the record of another comparison"):
+        handle.compare(rounds=1, record=path, **QUIET, **call())
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -137,6 +169,8 @@ def test_an_interrupted_comparison_goes_on_and_leaves_nothing_behind(
         ({"seed": "x"}, TypeError, "seed must be a whole number, got 'x'"),
         ({"record": "no/x.json"}, OSError, "record must be a file in a folder that exists, got"),
         ({"page": "."}, OSError, "page must be a file in a folder that exists, got '.'"),
+        ({"page": 3}, TypeError, "page must be the path of a file, got 3"),
+        ({"log": 3}, TypeError, "log must take a line, as print does, or be None, got 3"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_the_first_run(
@@ -146,7 +180,7 @@ def test_what_cannot_be_written_is_said_before_the_first_run(
         raise AssertionError("a step was run")
 
     with pytest.raises(error, match=message):
-        handle.compare(**QUIET, **options, **call(callback_on_step_end=never))
+        handle.compare(**{**QUIET, **options}, **call(callback_on_step_end=never))
 
 
 def test_results_without_numbers_are_written_as_json_has_it(handle: Any, tmp_path: Path) -> None:

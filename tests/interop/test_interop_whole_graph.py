@@ -169,3 +169,13 @@ def test_a_pass_that_waits_for_the_device_runs_without_a_graph(model: Model) -> 
         assert model(torch.randn(2, 4))["sample"].shape == (2, 4)
     assert model.ran == 4
     assert any("not permitted" in reason for reason in graph.reasons)
+
+
+def test_code_that_is_compiled_contains_the_pass_and_no_graph(model: Model) -> None:
+    record = Recorder()
+    WholeGraph(model, record)
+    model.compile(backend="eager", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x)["sample"], model.inner(x))
+    assert not record.recorded

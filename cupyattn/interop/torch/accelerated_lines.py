@@ -80,6 +80,8 @@ def _measured(parts: Sequence[Part], request: Request) -> str:
             f"{said(gain)} as compiled native, measured in a whole {record.name} of "
             f"{record.tokens:,} tokens on an {record.device}"
         )
+    if all(len(part.native) == 2 for part in parts):
+        return "gain: none, since nothing was replaced"
     unknown = "not measured in such a model on such a device: compare(...) measures it here"
     return f"gain: {'; '.join(dict.fromkeys(lines)) or unknown}"
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,6 +122,10 @@ class Part:
     compiled: Compiled | None = None
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
+
+    def given(self, target: Any) -> Any:
+        """Return the model as the pipeline `target` has it: perhaps from ``torch.compile``."""
+        return getattr(target, self.prefix.removesuffix(".")) if self.prefix else target
 
     def own(self, given: Activations | None) -> Activations | None:
         """Return the entries whose names begin with the part's prefix, without that prefix."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.torch.forwards import Forward, Substitute, substitute_of
 from cupyattn.interop.torch.offloading import is_hooked
 from cupyattn.interop.torch.whole_graph import WholeGraph
@@ -106,7 +107,8 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     Parameters
     ----------
     model : Module
-        A model of diffusers names its blocks; code that is compiled already stays.
+        A model of diffusers names its blocks; code that is compiled already stays, and nothing is
+        added to a model that the caller compiled as a whole.
     graphs : bool
         Record each form of a pass as one CUDA graph, too.
 
@@ -114,10 +116,11 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     -------
     Compiled
     """
+    given, model = model, uncompiled(model)
     names = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
     blocks = [module for module in model.modules() if type(module).__name__ in (names or ())]
-    if getattr(model, _COMPILED_CALL) is not None:
-        done = Compiled("compiled by the caller")
+    if given is not model or getattr(model, _COMPILED_CALL) is not None:
+        done, graphs = Compiled("compiled by the caller"), False  # such code cannot call graphs
     elif blocks:
         fresh = [
             module for module in blocks
@@ -138,6 +141,22 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
         done.summary += ", each form of a pass a CUDA graph from its third call on"
     vars(model)[_ATTRIBUTE] = done
     return done
+
+
+def is_compiled_by_caller(model: nn.Module, done: Compiled | None) -> bool:
+    """Whether a model or a module in it was compiled in place, and not by `accelerate`.
+
+    Parameters
+    ----------
+    model : Module
+    done : Compiled or None
+        Compilation by `accelerate`.
+    """
+    ours = None if done is None else done.model
+    return any(
+        getattr(module, _COMPILED_CALL) is not None
+        for module in model.modules() if module is not ours
+    )  # fmt: skip
 
 
 class _Block:

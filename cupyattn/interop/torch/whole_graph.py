@@ -79,6 +79,8 @@ class WholeGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass, by its graph if there is one."""
+        if torch.compiler.is_compiling():  # code of the caller, which traces the pass
+            return self._forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         reason = self._obstacle(leaves)
         form = () if reason else _form_of(leaves, structure)
