@@ -76,7 +76,9 @@ def _word(row: dict[str, Any], refusal: str) -> str:
 def notes(found: dict[str, Any], known: whole_gains.WholeModel | None) -> list[str]:
     """Return notes to print with the table."""
     lines = []
-    if known is not None:
+    if known is None:
+        lines.append("No such model was measured whole, so the error of this prediction is unknown")
+    else:
         for how in known.gains:
             gains = (known.gain("both", name, how) for name in ("full", "balanced", "aggressive"))
             said = ", ".join(f"{gain.median:.2f}" for gain in gains)
