@@ -167,6 +167,7 @@ def test_a_record_of_another_device_is_not_continued(handle: Any, tmp_path: Path
         ({"rounds": 0}, ValueError, "rounds must be 1 or more, got 0"),
         ({"rounds": "3"}, TypeError, "rounds must be a whole number, got '3'"),
         ({"seed": "x"}, TypeError, "seed must be a whole number, got 'x'"),
+        ({"seed": 2**64}, ValueError, "seed must be from 0 to 2.64 - 1, got 18446744073709551616"),
         ({"record": "no/x.json"}, OSError, "record must be a file in a folder that exists, got"),
         ({"page": "."}, OSError, "page must be a file in a folder that exists, got '.'"),
         ({"page": 3}, TypeError, "page must be the path of a file, got 3"),

@@ -52,7 +52,8 @@ def compare(
 ) -> Comparison:
     """Run a call in every way, in turns; arguments as of `Accelerated.compare`."""
     check_count("rounds", rounds)
-    check_whole("seed", seed)
+    if not 0 <= check_whole("seed", seed) < 2**64:
+        raise ValueError(f"seed must be from 0 to 2^64 - 1, got {seed!r}")
     if log is not None and not callable(log):
         raise TypeError(f"log must take a line, as print does, or be None, got {log!r}")
     for name, file in (("record", record), ("page", page)):
