@@ -369,6 +369,26 @@ def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
 
 
 @pytest.mark.parametrize("how", ["blocks", "graphs"])
+@pytest.mark.parametrize("by_handles", [True, False])
+def test_two_handles_of_one_model_leave_nothing_compiled(by_handles: bool, how: str) -> None:
+    whole = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    for model, parts in ((transformer(), ("attn", "ff")), (whole, ("0", "1"))):
+        code = vars(model).get("forward"), model._compiled_call_impl
+        handles = [
+            interop_torch.accelerate(model, include=part, compile=how, log=None) for part in parts
+        ]
+        said = handles[1].report().lines[0]
+        assert "fullgraph=True" in said or "compiled as a whole" in said
+        if by_handles:
+            for handle in handles:
+                handle.restore()
+        else:
+            restore(model)
+        assert not compiled(model)
+        assert (vars(model).get("forward"), model._compiled_call_impl) == code
+
+
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
 def test_a_model_that_nobody_has_any_more_is_freed(how: str) -> None:
     model = transformer()
     interop.accelerate(model, compile=how, log=None)

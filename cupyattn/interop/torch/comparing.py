@@ -70,7 +70,7 @@ def compare(
                 "compare, and offload again"
             )
         given = part.given(target)
-        if uncompiled(given) is not given or is_compiled_by_caller(part.model, part.compiled):
+        if uncompiled(given) is not given or is_compiled_by_caller(part.model):
             raise ValueError(
                 f"the {type(part.model).__name__} was compiled by the caller, and its native "
                 "copies cannot be compiled in the same way: compare a pipeline that only "
