@@ -181,12 +181,24 @@ def test_a_part_whose_interval_includes_one_stays_native(monkeypatch: pytest.Mon
     assert f"linear layers ({why}" in report.lines[4]
     assert report.lines[3] == (
         "gain: 1.20 [1.10, 1.30] times as fast as compiled native, measured in a whole Small of "
-        "256 tokens on an NVIDIA H200"
+        "256 tokens on an NVIDIA H200, which was compiled by blocks"
     )
     assert len(handle._handle_attention.replaced) == 1
     handle.restore()
     with interop.accelerate(model, compile="graphs", log=None) as handle:
         assert handle.report().layers
+        assert handle.report().lines[3].endswith("on an NVIDIA H200")
+
+
+@pytest.mark.parametrize("include", ["blocks[.]0", "blocks[.]0[.]attn$"])
+def test_a_gain_of_the_whole_is_not_promised_for_some_blocks(
+    include: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_record(monkeypatch, record())
+    with interop.accelerate(transformer(num_layers=2), include=include, **EAGER) as handle:
+        assert handle.report().lines[3].startswith("gain: not measured with such a selection: comp")
+    with interop.accelerate(transformer(), exclude=r"attn$", **EAGER) as handle:
+        assert handle.report().lines[3].startswith("gain: 1.20 [1.10, 1.30] times as fast")
 
 
 def test_attention_takes_a_more_accurate_class_where_that_is_the_faster_one(

@@ -113,6 +113,8 @@ class Part:
         Why ``"linear"`` or ``"attention"`` is entirely native.
     accuracy : str
         Class of the replaced attention; "" without any.
+    is_partial : bool
+        Whether only some of the linear layers or attention modules were selected.
     """
 
     prefix: str
@@ -122,6 +124,7 @@ class Part:
     compiled: Compiled | None = None
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
+    is_partial: bool = False
 
     def given(self, target: Any) -> Any:
         """Return the model as the pipeline `target` has it: perhaps from ``torch.compile``."""

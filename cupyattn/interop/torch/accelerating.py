@@ -367,6 +367,7 @@ def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
     everything = [*layer_names(part)]
     selection = request.selection
     names = [name for name in everything if name in selection]
+    part.is_partial |= 0 < len(names) < len(everything)
     if not names:
         part.native["linear"] = "excluded" if everything else "the model has none"
     if not names or not part.settle("linear", request):
