@@ -143,6 +143,9 @@ def test_what_gains_too_little_or_was_not_measured_is_declined() -> None:
     assert advice.advise(work, 256).refusal.startswith("256 tokens (at least 2,048) are below")
     few = advice.Advice(1.0, {"linear": 0.3, "attention": 0.01})
     assert few.replaces("linear") and not few.replaces("attention")
+    assert [row["replace"] for row in advice.as_rows(few)] == [True, False, True]
+    least = advice.Advice(1.0, {"linear": 0.005, "attention": 0.01})
+    assert not any(row["replace"] for row in advice.as_rows(least))
     with pytest.raises(ValueError, match="device must be h200, got 'a100'"):
         advice.advise(work, 4096, device="a100")
 
