@@ -360,6 +360,12 @@ def done():
     from cupyattn.interop.diffusers import accelerate
     return accelerate(cases.make("sd3"), compile=False, log=None), {}
 
+def full():
+    def fail(*_):
+        raise RuntimeError("CUDA out of memory")
+    pipe, call = small()
+    return pipe, dict(call, callback_on_step_end=fail)
+
 def slow():
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -395,6 +401,7 @@ def test_the_command_runs_a_function_of_a_file(
         ("mine.py:fails", "mine.py, line 12: RuntimeError: no weights"),
         ("mine.py:keys", "must have names of arguments as keys, got 1"),
         ("mine.py:taken", "the call has 'page', which is an argument of the comparison"),
+        ("mine.py:full", "the call of full() failed: RuntimeError: CUDA out of memory: native"),
         ("mine.py:done", "is replaced already: restore() that first"),
         ("mine.py:tiny", "nothing of the Sequential was replaced"),
         ("half.py:f", "half.py: SyntaxError: "), ("lost.py:f", "lost.py, line 2: ModuleNotFound"),
