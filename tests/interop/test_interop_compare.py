@@ -145,20 +145,20 @@ def test_a_comparison_leaves_random_numbers_and_code_of_the_caller(handle: Any) 
     scheduler, before = handle.target.scheduler, torch.get_rng_state()
     own = scheduler.step
     mine = scheduler.step = lambda *args, **kwargs: own(*args, **kwargs)
-    handle.compare(rounds=1, **QUIET, **call())
+    handle.compare(rounds=1, **QUIET, **call(num_inference_steps=1, height=64, width=64))
     assert vars(scheduler)["step"] is mine
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_record_of_another_device_is_not_continued(handle: Any, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    handle.compare(rounds=1, record=path, **QUIET, **call())
+    path, given = tmp_path / "r.json", call(num_inference_steps=1, height=64, width=64)
+    handle.compare(rounds=1, record=path, **QUIET, **given)
     found = json.loads(path.read_text())
     assert found["what"]["device"] == "a CPU"
     found["what"]["device"] = "NVIDIA H100"
     path.write_text(json.dumps(found))
     with pytest.raises(ValueError, match="is the record of another comparison"):
-        handle.compare(rounds=1, record=path, **QUIET, **call())
+        handle.compare(rounds=1, record=path, **QUIET, **given)
 
 
 @pytest.mark.parametrize(
