@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,13 @@ def test_each_of_two_models_gets_its_own_codes(tmp_path: Path) -> None:
     with interop.accelerate(pipe, checkpoint=tmp_path / "both", **EAGER):
         found = [m.blocks[0].ffn.net[2].weight_codes for m in two]
         assert all(map(torch.equal, found, codes)) and not torch.equal(*codes)
+    shutil.rmtree(tmp_path / "both" / "transformer")
+    with pytest.raises(ValueError, match=r"'transformer': .*exclude='\^transformer\[\.\]'"):
+        interop.accelerate(pipe, checkpoint=tmp_path / "both", **EAGER)
+    with interop.accelerate(
+        pipe, checkpoint=tmp_path / "both", exclude="^transformer[.]", **EAGER
+    ) as handle:
+        assert {name.partition(".")[0] for name in handle.report().layers} == {"transformer_2"}
 
 
 def test_a_device_is_read_twice_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def codes_of(
         raise ValueError(
             f"checkpoint must have a folder for each model, and {checkpoint} has no folder "
             f"{name!r}: give the folder that save() of the whole pipeline wrote, or "
-            f"exclude={name!r}"
+            f"exclude='^{name}[.]'"
         )
     return Path(checkpoint)
 
