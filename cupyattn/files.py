@@ -182,6 +182,8 @@ def check_folder(option: str, path: str | os.PathLike[str]) -> None:
     folder = Path(path).parent
     if not folder.is_dir():
         raise OSError(f"{option}: there is no folder {str(folder)!r}")
+    if Path(path).is_dir():
+        raise OSError(f"{option}: {str(path)!r} is a folder, give a file in it")
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray[Any, Any]]:

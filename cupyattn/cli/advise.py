@@ -28,7 +28,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("model", metavar="MODEL_OR_CONFIG", type=Path)
     parser.add_argument("--tokens", type=int, required=True, metavar="N",
-                        help="patches of the picture or video: 4096 for 1024 x 1024")  # fmt: skip
+                        help="patches of the picture or video: 4096 for 1024 x 1024, 32760 for "
+                             "81 frames of 832 x 480 in Wan 2.1")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512, metavar="N",
                         help="tokens of the prompt (512)")  # fmt: skip
     devices = tuple(advice.stored_rates())
@@ -76,7 +77,9 @@ def _word(row: dict[str, Any], refusal: str) -> str:
 def notes(found: dict[str, Any], known: whole_gains.WholeModel | None) -> list[str]:
     """Return notes to print with the table."""
     lines = []
-    if known is not None:
+    if known is None:
+        lines.append("No such model was measured whole, so the error of this prediction is unknown")
+    else:
         for how in known.gains:
             gains = (known.gain("both", name, how) for name in ("full", "balanced", "aggressive"))
             said = ", ".join(f"{gain.median:.2f}" for gain in gains)

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     for size in args.head_dims or ():
         if not 1 <= size <= 256:
             raise ValueError(f"--head-dims must be 1 to 256, got {size}")
-    check_folder("--out-name", args.out_name)
+    check_folder("--out-name", f"{args.out_name}.npz")
     words = {name: x for name in WORDS if (x := getattr(args, name)) is not None}
     said = {name: numerics(args.p or name, **words) for name in DTYPES}
     library = LIBRARIES[args.library]

@@ -59,6 +59,12 @@ def run(args: argparse.Namespace) -> int:
         if record.exists():
             _progress(f"{record} has the runs so far: the same command continues after them")
         raise
+    except RuntimeError as error:  # of the pipeline; CUPYATTN_DEBUG=1 shows where
+        is_memory = "out of memory" in str(error)
+        raise ValueError(
+            f"the call of {name}() failed: {type(error).__name__}: {error}"
+            + ": native weights and codes must fit on the device together" * is_memory
+        ) from error
     finally:
         handle.restore()
     output.say(found)

@@ -82,9 +82,9 @@ class Advice:
         """
         return self.seconds / (self.seconds - sum(self.saved[p] for p in parts or self.saved))
 
-    def replaces(self, part: str) -> bool:
-        """Whether a part is worth replacing."""
-        return not self.refusal and self.gain(part) >= LEAST_GAIN
+    def replaces(self, *parts: str) -> bool:
+        """Whether these parts together are worth replacing, all if none is named."""
+        return not self.refusal and self.gain(*parts) >= LEAST_GAIN
 
 
 @functools.cache
@@ -151,4 +151,4 @@ def as_rows(advice: Advice) -> list[dict[str, Any]]:
         {"part": part, "gain": advice.gain(part), "replace": advice.replaces(part)}
         for part in advice.saved
     ]
-    return [*rows, {"part": "both", "gain": advice.gain(), "replace": not advice.refusal}]
+    return [*rows, {"part": "both", "gain": advice.gain(), "replace": advice.replaces()}]

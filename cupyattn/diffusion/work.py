@@ -18,8 +18,8 @@ _PROMPT = re.compile(
     r"token_refiner|refiner_blocks|attn2\.to_[kv]\.|cross_attention\.to_(key|value)\."
 )
 _JOINT = re.compile(r"(^|\.)single_transformer_blocks\.|^layers\.")
-#: The layer of an attention module that makes its queries, and the kind of the module.
-_QUERIES = re.compile(r"^(?P<module>.*)\.(to_q|to_query)\.weight$")
+#: The layer of an attention module that makes its queries. Flux 2 makes Q, K, V and an MLP by one.
+_QUERIES = re.compile(r"^(?P<module>.*)\.(to_q|to_query|(?P<fused>to_qkv_mlp_proj))\.weight$")
 _CROSS = re.compile(r"attn2$|cross_attention$")
 #: Classes whose attention always has a mask of keys, with which torch's own attention is slower.
 MASKED = ("HunyuanVideoTransformer3DModel",)
@@ -113,7 +113,7 @@ def work_of(
     Raises
     ------
     ValueError
-        If no attention of a transformer of diffusers is among the names, and for a U-Net.
+        If no attention of a transformer of diffusers is among the names, for a U-Net and for Sana.
     """
     if any(name.startswith("down_blocks.") for name in shapes):
         raise ValueError(
@@ -121,6 +121,11 @@ def work_of(
             "numbers of tokens: only transformers are predicted, measure with handle.compare(...)"
         )
     head_dim, cls = head_dim_of(config), str(config.get("_class_name", ""))
+    if cls.startswith("Sana"):
+        raise ValueError(
+            f"{cls} has linear attention, which stays native: only transformers with softmax "
+            "attention are predicted, measure with handle.compare(...)"
+        )
     linear = traffic = copies = 0.0
     layers = modules = 0
     widths: dict[int, int] = defaultdict(int)
@@ -139,8 +144,9 @@ def work_of(
         if found is None:
             continue
         queries, keys = _lengths(found["module"], shapes, tokens, prompt)
-        attention[kind_of_attention(head_dim, keys, cls)] += 4.0 * queries * keys * shape[0]
-        copies += 2.0 * (queries + keys) * shape[0]
+        channels = shape[1] if found["fused"] else shape[0]
+        attention[kind_of_attention(head_dim, keys, cls)] += 4.0 * queries * keys * channels
+        copies += 2.0 * (queries + keys) * channels
         modules += 1
     if not modules:
         raise ValueError("no layer is named to_q or to_query, as in the transformers of diffusers")

@@ -16,7 +16,7 @@ from typing import Any
 
 from cupyattn.measure import report, timing
 from cupyattn.measure.timing import FASTER, SLOWER, UNDECIDED, Estimate, judged
-from cupyattn.measure.words import align, format_bytes, format_seconds, printable
+from cupyattn.measure.words import align, counted, format_bytes, format_seconds, printable
 
 EXPERIMENT = "trial"
 NATIVE, LINEAR, ATTENTION, ALL = "native", "linear layers", "attention", "accelerated"
@@ -150,10 +150,11 @@ class Comparison:
         header, rows = self.table()
         lines = [*self.verdicts().values(), *self.latents()]
         of = "mean" if self.has_cache else "median"
+        where = self.record["what"].get("device", "a CPU")
         text = "".join(f"<p>{report.escape(line)}</p>\n" for line in lines)
         return report.document(title, (
-            f'<p class="facts">{self.rounds} runs of each way in turns; a step is the {of} of a '
-            f"run, ratios have 95 % intervals. {report.escape(_facts(self.record))}</p>\n"
+            f'<p class="facts">{counted(self.rounds, "run")} of each way in turns; a step is the '
+            f"{of} of a run, intervals are of 95 %. Measured on {report.escape(where)}.</p>\n"
             f"{report.table(header, rows)}\n{text}{self._pictures()}"
         ))  # fmt: skip
 
@@ -244,8 +245,3 @@ def _shown(value: Any, words: Any, none: str = "-") -> str:
 def _error(value: float | None) -> str:
     """Return a relative error of a record in words."""
     return _shown(value, "{:.1e}".format, "not finite")
-
-
-def _facts(record: Mapping[str, Any]) -> str:
-    device = (record.get("environment") or {}).get("device") or {}
-    return f"Measured on {device.get('name', 'a CPU')}."

@@ -67,6 +67,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ladder --qkv types.npz", "must be of one type, float16, bfloat16 or float32, got"),
         ("ladder --qkv f64.safetensors", "add --dtype float16"),
         ("ladder --len 8 --json nowhere/x.json", "--json: there is no folder 'nowhere'"),
+        ("ladder --len 8 --json .", "--json: '.' is a folder, give a file in it"),
         ("ladder --len 8 --plot x", "--plot must end in .png, .svg, .pdf"),
         ("ladder --len 8 --plot x.bmp", "--plot must end in .png, .svg, .pdf"),
     ],

@@ -130,6 +130,20 @@ def test_blocks_are_compiled_and_run_their_own_code_afterwards() -> None:
     assert not compiled(model) and own._compiled_call_impl is before
 
 
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+@pytest.mark.parametrize("assigned", [True, False])
+def test_a_model_that_the_caller_compiled_is_compiled_once(assigned: bool, how: str) -> None:
+    pipe = cases.make("sd3")
+    model = pipe.transformer
+    if assigned:
+        pipe.transformer = torch.compile(model, backend="eager", fullgraph=True)
+    else:
+        model.compile(backend="eager", fullgraph=True)
+    with interop.accelerate(pipe, compile=how, log=None) as handle:
+        assert handle.report().lines[0].endswith("accuracy 'full', compiled by the caller")
+        assert not compiled(model) and "forward" not in vars(model)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_are_close_to_eager_ones() -> None:
     model = transformer()
@@ -167,12 +181,24 @@ def test_a_part_whose_interval_includes_one_stays_native(monkeypatch: pytest.Mon
     assert f"linear layers ({why}" in report.lines[4]
     assert report.lines[3] == (
         "gain: 1.20 [1.10, 1.30] times as fast as compiled native, measured in a whole Small of "
-        "256 tokens on an NVIDIA H200"
+        "256 tokens on an NVIDIA H200, which was compiled by blocks"
     )
     assert len(handle._handle_attention.replaced) == 1
     handle.restore()
     with interop.accelerate(model, compile="graphs", log=None) as handle:
         assert handle.report().layers
+        assert handle.report().lines[3].endswith("on an NVIDIA H200")
+
+
+@pytest.mark.parametrize("include", ["blocks[.]0", "blocks[.]0[.]attn$"])
+def test_a_gain_of_the_whole_is_not_promised_for_some_blocks(
+    include: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_record(monkeypatch, record())
+    with interop.accelerate(transformer(num_layers=2), include=include, **EAGER) as handle:
+        assert handle.report().lines[3].startswith("gain: not measured with such a selection: comp")
+    with interop.accelerate(transformer(), exclude=r"attn$", **EAGER) as handle:
+        assert handle.report().lines[3].startswith("gain: 1.20 [1.10, 1.30] times as fast")
 
 
 def test_attention_takes_a_more_accurate_class_where_that_is_the_faster_one(
@@ -196,7 +222,9 @@ def test_nothing_is_replaced_or_compiled_where_all_was_slower(
     handle = interop.accelerate(model, log=None)
     lines = handle.report().lines
     assert "not compiled" in lines[0]
-    assert lines[1:3] == ("linear layers: native", "attention: native")
+    assert lines[1:4] == (
+        "linear layers: native", "attention: native", "gain: none, since nothing was replaced"
+    )  # fmt: skip
     assert not compiled(model)
     assert torch.equal(run(handle), native)
 
@@ -350,6 +378,26 @@ def test_restore_without_the_handle_takes_compiled_code_back_too() -> None:
     assert "fullgraph=True" in handle.report().lines[0]
     handle.restore()
     assert torch.equal(run(model), native)
+
+
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+@pytest.mark.parametrize("by_handles", [True, False])
+def test_two_handles_of_one_model_leave_nothing_compiled(by_handles: bool, how: str) -> None:
+    whole = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    for model, parts in ((transformer(), ("attn", "ff")), (whole, ("0", "1"))):
+        code = vars(model).get("forward"), model._compiled_call_impl
+        handles = [
+            interop_torch.accelerate(model, include=part, compile=how, log=None) for part in parts
+        ]
+        said = handles[1].report().lines[0]
+        assert "fullgraph=True" in said or "compiled as a whole" in said
+        if by_handles:
+            for handle in handles:
+                handle.restore()
+        else:
+            restore(model)
+        assert not compiled(model)
+        assert (vars(model).get("forward"), model._compiled_call_impl) == code
 
 
 @pytest.mark.parametrize("how", ["blocks", "graphs"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_a_pipeline_is_saved_by_components(tmp_path: Path) -> None:
     assert torch.equal(cases.generate(pipe, "sd3", 1), expected)
     restore(pipe)
     handle.restore()
+
+
+def test_no_model_is_saved_if_the_folder_of_another_is_taken(tmp_path: Path) -> None:
+    pipe = cases.make("wan")
+    pipe.transformer, pipe.transformer_2 = transformer(), transformer()
+    taken = tmp_path / "transformer_2"
+    taken.mkdir()
+    (taken / "mine.txt").touch()
+    with interop.accelerate(pipe, **EAGER) as handle:
+        with pytest.raises(FileExistsError, match="transformer_2 exists already"):
+            handle.save(tmp_path)
+        assert [*tmp_path.iterdir()] == [taken]
 
 
 @pytest.mark.parametrize("may_rotate", [True, False])
@@ -141,6 +154,13 @@ def test_each_of_two_models_gets_its_own_codes(tmp_path: Path) -> None:
     with interop.accelerate(pipe, checkpoint=tmp_path / "both", **EAGER):
         found = [m.blocks[0].ffn.net[2].weight_codes for m in two]
         assert all(map(torch.equal, found, codes)) and not torch.equal(*codes)
+    shutil.rmtree(tmp_path / "both" / "transformer")
+    with pytest.raises(ValueError, match=r"'transformer': .*exclude='\^transformer\[\.\]'"):
+        interop.accelerate(pipe, checkpoint=tmp_path / "both", **EAGER)
+    with interop.accelerate(
+        pipe, checkpoint=tmp_path / "both", exclude="^transformer[.]", **EAGER
+    ) as handle:
+        assert {name.partition(".")[0] for name in handle.report().layers} == {"transformer_2"}
 
 
 def test_a_device_is_read_twice_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

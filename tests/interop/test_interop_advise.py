@@ -143,6 +143,9 @@ def test_what_gains_too_little_or_was_not_measured_is_declined() -> None:
     assert advice.advise(work, 256).refusal.startswith("256 tokens (at least 2,048) are below")
     few = advice.Advice(1.0, {"linear": 0.3, "attention": 0.01})
     assert few.replaces("linear") and not few.replaces("attention")
+    assert [row["replace"] for row in advice.as_rows(few)] == [True, False, True]
+    least = advice.Advice(1.0, {"linear": 0.005, "attention": 0.01})
+    assert not any(row["replace"] for row in advice.as_rows(least))
     with pytest.raises(ValueError, match="device must be h200, got 'a100'"):
         advice.advise(work, 4096, device="a100")
 
@@ -189,6 +192,22 @@ def test_the_header_of_a_folder_gives_the_same(
     assert "No advice: width 128 (at least 1,024) is below" in out
 
 
+def test_attention_of_layers_that_make_more_than_queries_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of Flux 2, one block of each kind; its class was not measured."""
+    config = {
+        "_class_name": "Flux2Transformer2DModel", "num_layers": 1, "num_single_layers": 1,
+        "num_attention_heads": 8, "axes_dims_rope": [32, 32, 32, 32], "joint_attention_dim": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["advise", str(tmp_path), "--tokens", "4096"]) == 0
+    out = capsys.readouterr().out
+    flops = 2 * 4 * (4096 + 512) ** 2 * 8 * 128
+    assert f"2 attention modules with {flops / 1e12:.3g} TFLOP" in out
+    assert "No such model was measured whole" in out
+
+
 def test_what_is_no_diffusion_transformer_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +217,8 @@ def test_what_is_no_diffusion_transformer_is_said(
         ("[]", "holds no object"), ("", "config.json is no configuration of a model: Expecting"),
         ('{"_class_name": "UNet2DConditionModel", "block_out_channels": [32, 64, 64, 64]}',
          "UNet2DConditionModel is a U-Net, whose levels have different numbers of tokens"),
+        ('{"_class_name": "SanaTransformer2DModel", "num_layers": 1}',
+         "SanaTransformer2DModel has linear attention, which stays native"),
         ('{"_class_name": "FluxTransformer2DModel", "num_layers": "x"}',
          "diffusers makes no FluxTransformer2DModel of it: TypeError: 'str' object"),
     ):  # fmt: skip

@@ -129,14 +129,49 @@ def test_an_interrupted_comparison_goes_on_and_leaves_nothing_behind(
         handle.compare(rounds=2, record=path, **QUIET, **call(guidance_scale=2.0))
 
 
+@pytest.mark.parametrize("how", ["assigned", "in place", "blocks"])
+def test_a_model_that_the_caller_compiled_is_not_compared(how: str, handle: Any) -> None:
+    """Its native copies would not be compiled, and the gain of compiling would count as ours."""
+    pipe, model = handle.target, handle.target.transformer
+    if how == "assigned":
+        pipe.transformer = torch.compile(model, backend="eager")
+    else:
+        (model if how == "in place" else model.transformer_blocks[0]).compile(backend="eager")
+    with pytest.raises(ValueError, match="SD3Transformer2DModel was compiled by the caller, and"):
+        handle.compare(rounds=1, **QUIET, **call())
+
+
+def test_a_comparison_leaves_random_numbers_and_code_of_the_caller(handle: Any) -> None:
+    scheduler, before = handle.target.scheduler, torch.get_rng_state()
+    own = scheduler.step
+    mine = scheduler.step = lambda *args, **kwargs: own(*args, **kwargs)
+    handle.compare(rounds=1, **QUIET, **call(num_inference_steps=1, height=64, width=64))
+    assert vars(scheduler)["step"] is mine
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_record_of_another_device_is_not_continued(handle: Any, tmp_path: Path) -> None:
+    path, given = tmp_path / "r.json", call(num_inference_steps=1, height=64, width=64)
+    handle.compare(rounds=1, record=path, **QUIET, **given)
+    found = json.loads(path.read_text())
+    assert found["what"]["device"] == "a CPU"
+    found["what"]["device"] = "NVIDIA H100"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="is the record of another comparison"):
+        handle.compare(rounds=1, record=path, **QUIET, **given)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"rounds": 0}, ValueError, "rounds must be 1 or more, got 0"),
         ({"rounds": "3"}, TypeError, "rounds must be a whole number, got '3'"),
         ({"seed": "x"}, TypeError, "seed must be a whole number, got 'x'"),
+        ({"seed": 2**64}, ValueError, "seed must be from 0 to 2.64 - 1, got 18446744073709551616"),
         ({"record": "no/x.json"}, OSError, "record must be a file in a folder that exists, got"),
         ({"page": "."}, OSError, "page must be a file in a folder that exists, got '.'"),
+        ({"page": 3}, TypeError, "page must be the path of a file, got 3"),
+        ({"log": 3}, TypeError, "log must take a line, as print does, or be None, got 3"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_the_first_run(
@@ -146,7 +181,7 @@ def test_what_cannot_be_written_is_said_before_the_first_run(
         raise AssertionError("a step was run")
 
     with pytest.raises(error, match=message):
-        handle.compare(**QUIET, **options, **call(callback_on_step_end=never))
+        handle.compare(**{**QUIET, **options}, **call(callback_on_step_end=never))
 
 
 def test_results_without_numbers_are_written_as_json_has_it(handle: Any, tmp_path: Path) -> None:
@@ -325,6 +360,12 @@ def done():
     from cupyattn.interop.diffusers import accelerate
     return accelerate(cases.make("sd3"), compile=False, log=None), {}
 
+def full():
+    def fail(*_):
+        raise RuntimeError("CUDA out of memory")
+    pipe, call = small()
+    return pipe, dict(call, callback_on_step_end=fail)
+
 def slow():
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -360,6 +401,7 @@ def test_the_command_runs_a_function_of_a_file(
         ("mine.py:fails", "mine.py, line 12: RuntimeError: no weights"),
         ("mine.py:keys", "must have names of arguments as keys, got 1"),
         ("mine.py:taken", "the call has 'page', which is an argument of the comparison"),
+        ("mine.py:full", "the call of full() failed: RuntimeError: CUDA out of memory: native"),
         ("mine.py:done", "is replaced already: restore() that first"),
         ("mine.py:tiny", "nothing of the Sequential was replaced"),
         ("half.py:f", "half.py: SyntaxError: "), ("lost.py:f", "lost.py, line 2: ModuleNotFound"),

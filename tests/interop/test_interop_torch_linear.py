@@ -231,10 +231,13 @@ def test_a_model_with_int8_layers_is_fine_tuned() -> None:
 
 
 def test_what_replacing_refuses(tmp_path: Path) -> None:
+    small = nn.ModuleDict({"time": nn.Linear(8, 8), "0": nn.Linear(8, 8), "1": nn.Linear(8, 8)})
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "must be a torch.nn.Module, got SimpleNamespace|got dict", {"model": {}}),
         (ValueError, "originals must be cpu or device or drop", {"originals": "disk"}),
         (ValueError, r"include must be a regular expression or", {"include": "("}),
+        (ValueError, r"no linear layer of the model becomes INT8 \(0: small: 64 elements, \D+4096; "
+                     r"time: time\)", {"model": small}),
         (ValueError, "no linear layer of the model becomes INT8", {"exclude": "."}),
         (ValueError, r"'\^9' of include is found in the name of no linear layer, there are "
                      "blocks.0.attn_q, ", {"include": ["fc2", "^9"]}),

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch._dynamo.exc import Unsupported  # noqa: E402
 
 from cupyattn.interop.torch import whole_graph  # noqa: E402 - imports torch
 from cupyattn.interop.torch.whole_graph import WholeGraph  # noqa: E402
@@ -169,3 +170,16 @@ def test_a_pass_that_waits_for_the_device_runs_without_a_graph(model: Model) -> 
         assert model(torch.randn(2, 4))["sample"].shape == (2, 4)
     assert model.ran == 4
     assert any("not permitted" in reason for reason in graph.reasons)
+
+
+def test_code_that_is_compiled_around_a_graph_calls_it(model: Model) -> None:
+    record = Recorder()
+    WholeGraph(model, record)
+    model.compile(backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=r"accelerate\(\.\.\., compile='graphs'\) runs this pass"):
+        model(torch.randn(2, 4))
+    model.compile(backend="eager")
+    for _ in range(4):
+        x = torch.randn(2, 4)
+        assert torch.equal(model(x)["sample"], model.inner(x))
+    assert record.recorded == 1 and record.replayed == 2

@@ -262,6 +262,8 @@ def own_compile(pipe: Any) -> None:
         pipe.transformer.compile(mode=mode, fullgraph=True)
         with fast(pipe, compile="blocks") as handle:
             assert "compiled by the caller" in handle.report().lines[0]
+            with pytest.raises(ValueError, match="was compiled by the caller"):
+                handle.compare()
             with torch.compiler.set_stance("force_eager"):
                 assert torch.equal(image(handle), expected)
         assert pipe.transformer._compiled_call_impl is not None

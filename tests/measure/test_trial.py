@@ -75,10 +75,11 @@ def test_runs_that_only_some_ways_have_do_not_count() -> None:
 
 def test_the_page_shows_pictures_side_by_side_and_loads_nothing() -> None:
     made = record()
-    made["what"] = {"model": "<b>"}
+    made["what"] = {"model": "<b>", "device": "an <H200>"}
     page = Comparison(made).page()
     assert page.count('<img alt="" src="data:image/png;base64,') == 2
     assert "<th>native</th><th>accelerated</th>" in page and "&lt;b&gt;" in page
+    assert "6 runs of each way in turns" in page and "Measured on an &lt;H200&gt;." in page
     assert "http" not in page and "<script" not in page and "leave it native" in page
     made["pictures"] = {}
     assert "has no pictures" in Comparison(made).page()

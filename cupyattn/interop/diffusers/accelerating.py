@@ -143,6 +143,7 @@ def _chosen(part: Part, names: list[str], request: Request) -> list[str]:
     """Return the attention modules of a model to replace; record the reason if there are none."""
     selection = request.selection
     found = [name for name in names if name in selection]
+    part.is_partial |= 0 < len(found) < len(names)
     if not found:
         part.native["attention"] = (
             "excluded" if names else "the model has no attention modules of diffusers"

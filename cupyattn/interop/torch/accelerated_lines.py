@@ -12,6 +12,8 @@ from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.measure.whole_gains import said
 from cupyattn.measure.words import counted, printable
 
+#: Said of a record beside a model that `accelerate` does not compile.
+_COMPILED = ", which was compiled by blocks"
 #: Number of kinds of reasons that a line names; the others are only counted.
 _MOST_REASONS = 3
 
@@ -72,16 +74,20 @@ def _measured(parts: Sequence[Part], request: Request) -> str:
     lines = []
     for part in parts:
         record, ran = part.record, {"linear", "attention"} - part.native.keys()
-        if record is None or not ran:
+        if record is None or not ran or part.is_partial:
             continue
         name = "both" if len(ran) == 2 else ran.pop()
         gain = record.gain(name, part.accuracy or request.accuracy, request.how)
         lines.append(
             f"{said(gain)} as compiled native, measured in a whole {record.name} of "
-            f"{record.tokens:,} tokens on an {record.device}"
+            f"{record.tokens:,} tokens on an {record.device}{'' if request.compile else _COMPILED}"
         )
-    unknown = "not measured in such a model on such a device: compare(...) measures it here"
-    return f"gain: {'; '.join(dict.fromkeys(lines)) or unknown}"
+    if all(len(part.native) == 2 for part in parts):
+        return "gain: none, since nothing was replaced"
+    is_partial = any(part.record is not None and part.is_partial for part in parts)
+    unknown = "with such a selection" if is_partial else "in such a model on such a device"
+    measured = "; ".join(dict.fromkeys(lines))
+    return f"gain: {measured or f'not measured {unknown}: compare(...) measures it here'}"
 
 
 def _left(parts: Sequence[Part]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,6 +113,8 @@ class Part:
         Why ``"linear"`` or ``"attention"`` is entirely native.
     accuracy : str
         Class of the replaced attention; "" without any.
+    is_partial : bool
+        Whether only some of the linear layers or attention modules were selected.
     """
 
     prefix: str
@@ -121,6 +124,11 @@ class Part:
     compiled: Compiled | None = None
     native: dict[str, str] = field(default_factory=dict)
     accuracy: str = ""
+    is_partial: bool = False
+
+    def given(self, target: Any) -> Any:
+        """Return the model as the pipeline `target` has it: perhaps from ``torch.compile``."""
+        return getattr(target, self.prefix.removesuffix(".")) if self.prefix else target
 
     def own(self, given: Activations | None) -> Activations | None:
         """Return the entries whose names begin with the part's prefix, without that prefix."""
@@ -192,7 +200,7 @@ def codes_of(
         raise ValueError(
             f"checkpoint must have a folder for each model, and {checkpoint} has no folder "
             f"{name!r}: give the folder that save() of the whole pipeline wrote, or "
-            f"exclude={name!r}"
+            f"exclude='^{name}[.]'"
         )
     return Path(checkpoint)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cupyattn.checkpoints.writer import check_target
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
 from cupyattn.interop.torch.accelerated_lines import summary_lines
@@ -170,10 +171,13 @@ class Accelerated(Handle):
         home = Path(folder)
         for part in written:
             check_writable(part.model)
-        for part in written:
-            if part.prefix:
-                home.mkdir(exist_ok=True)
-            write_int8(part.model, home / part.prefix.removesuffix("."), advance)
+        if any(part.prefix for part in written):
+            home.mkdir(exist_ok=True)
+        targets = [home / part.prefix.removesuffix(".") for part in written]
+        for target in targets:  # all of them before the first is written
+            check_target(target)
+        for part, target in zip(written, targets, strict=True):
+            write_int8(part.model, target, advance)
         return home
 
     def compare(
@@ -212,8 +216,8 @@ class Accelerated(Handle):
         Raises
         ------
         ValueError
-            If the weights are offloaded, other hooks of diffusers are there, or `record` is of
-            another comparison.
+            If the weights are offloaded, other hooks of diffusers are there, the caller compiled a
+            model, or `record` is of another comparison.
         RuntimeError
             After `restore`, and if the weights of INT8 layers are lost.
 
@@ -335,7 +339,8 @@ def accelerated(
         attention = attend()
         for part in parts:
             if request.compile and len(part.native) < 2:
-                part.compiled = compiled_blocks(part.model, graphs=request.compile == "graphs")
+                graphs = request.compile == "graphs"
+                part.compiled = compiled_blocks(part.given(target), graphs=graphs)
         handle = Accelerated(target, parts, attention, request)
         if request.log is not None:
             for line in handle.report().lines:
@@ -362,6 +367,7 @@ def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
     everything = [*layer_names(part)]
     selection = request.selection
     names = [name for name in everything if name in selection]
+    part.is_partial |= 0 < len(names) < len(everything)
     if not names:
         part.native["linear"] = "excluded" if everything else "the model has none"
     if not names or not part.settle("linear", request):

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from cupyattn.diffusion.arguments import check_count, check_whole
+from cupyattn.errors import shown
 from cupyattn.files import replacing
+from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.torch.accelerated_parts import Part, Request
+from cupyattn.interop.torch.compiling import is_compiled_by_caller
 from cupyattn.interop.torch.offloading import check_not_offloaded, device_of_hooks
 from cupyattn.interop.torch.ways import Way, bytes_of, ways_of
 from cupyattn.interop.torch.whole_graph import CALLS_BEFORE
@@ -49,8 +52,13 @@ def compare(
 ) -> Comparison:
     """Run a call in every way, in turns; arguments as of `Accelerated.compare`."""
     check_count("rounds", rounds)
-    check_whole("seed", seed)
+    if not 0 <= check_whole("seed", seed) < 2**64:
+        raise ValueError(f"seed must be from 0 to 2^64 - 1, got {seed!r}")
+    if log is not None and not callable(log):
+        raise TypeError(f"log must take a line, as print does, or be None, got {log!r}")
     for name, file in (("record", record), ("page", page)):
+        if file is not None and not isinstance(file, str | PathLike):
+            raise TypeError(f"{name} must be the path of a file, got {shown(file)}")
         if file is not None and (not Path(file).parent.is_dir() or Path(file).is_dir()):
             raise OSError(f"{name} must be a file in a folder that exists, got {str(file)!r}")
     for part in parts:
@@ -61,6 +69,13 @@ def compare(
                 "weights are beside its codes: pipe.remove_all_hooks(), then pipe.to(device), "
                 "compare, and offload again"
             )
+        given = part.given(target)
+        if uncompiled(given) is not given or is_compiled_by_caller(part.model):
+            raise ValueError(
+                f"the {type(part.model).__name__} was compiled by the caller, and its native "
+                "copies cannot be compiled in the same way: compare a pipeline that only "
+                "accelerate(..., compile='blocks') compiled"
+            )
     where = next((x.device for part in parts for x in part.model.parameters()), None)
     bench = _Bench(target, call, where or torch.device("cpu"), seed)
     ways = ways_of(parts, request)
@@ -68,6 +83,7 @@ def compare(
         "model": type(target).__name__, "accuracy": request.accuracy,
         "compile": str(request.compile), "ways": {name: way.said for name, way in ways.items()},
         "call": {name: _described(x) for name, x in sorted(call.items())}, "seed": seed,
+        "device": torch.cuda.get_device_name(bench.where) if bench.on_device else "a CPU",
     }  # fmt: skip
     path = None if record is None else Path(record)
     found = trial.read(path, what) if path is not None else trial.new(what)
@@ -173,12 +189,13 @@ class _Bench:
     ) -> None:
         self.target, self.call, self.where, self.seed = target, dict(call), where, seed
         self.is_module = isinstance(target, nn.Module)
+        self.on_device = where.type == "cuda"
         given = self.call.get("generator")
         self._states = [g.get_state() for g in _generators(given)]
 
     @contextlib.contextmanager
     def restored(self, parts: Sequence[Part]) -> Iterator[None]:
-        """Restore a pipeline's models and its progress bar at the end."""
+        """Restore a pipeline's models, its progress bar and torch's random state at the end."""
         bar = vars(self.target).get("_progress_bar_config")
         if hasattr(self.target, "set_progress_bar_config"):  # a line after each run takes its place
             self.target.set_progress_bar_config(**{**(bar or {}), "disable": True})
@@ -186,7 +203,8 @@ class _Bench:
             part.prefix: getattr(self.target, part.prefix.removesuffix(".")) for part in parts
         }  # fmt: skip
         try:
-            yield
+            with torch.random.fork_rng(devices=[self.where] if self.on_device else []):
+                yield
         finally:
             for prefix, model in before.items():
                 setattr(self.target, prefix.removesuffix("."), model)
@@ -207,9 +225,8 @@ class _Bench:
                 target = model
             else:
                 setattr(target, prefix.removesuffix("."), model)
-        on_device = self.where.type == "cuda"
         before = 0
-        if on_device:
+        if self.on_device:
             torch.cuda.synchronize(self.where)
             torch.cuda.reset_peak_memory_stats(self.where)
             before = torch.cuda.memory_allocated(self.where)
@@ -218,7 +235,7 @@ class _Bench:
             result = target(**call)
             marks.mark_end()
         ran = _Ran(marks.seconds(), None)
-        if on_device:
+        if self.on_device:
             ran.peak = torch.cuda.max_memory_allocated(self.where) - before
         if follow:
             ran.latents = latents or _tensors(result)
@@ -266,7 +283,7 @@ def _watched(target: Any, marks: _Marks, latents: list[Tensor] | None) -> Iterat
     if scheduler is None or not callable(getattr(scheduler, "step", None)):
         yield
         return
-    own = scheduler.step
+    own, set_before = scheduler.step, vars(scheduler).get("step")
 
     @functools.wraps(own)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -281,7 +298,10 @@ def _watched(target: Any, marks: _Marks, latents: list[Tensor] | None) -> Iterat
     try:
         yield
     finally:
-        del scheduler.step
+        if set_before is None:
+            del scheduler.step
+        else:
+            scheduler.step = set_before
 
 
 def _takes_generator(target: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo import config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.torch.forwards import Forward, Substitute, substitute_of
 from cupyattn.interop.torch.offloading import is_hooked
 from cupyattn.interop.torch.whole_graph import WholeGraph
@@ -42,6 +43,8 @@ class Compiled:
         Classes of blocks at torch's limit of compilations.
     graph : WholeGraph or None
         Records passes of the model.
+    earlier : Compiled or None
+        Compilation of other parts of the model, for another handle.
     """
 
     summary: str
@@ -50,6 +53,7 @@ class Compiled:
     hooked: Counter[str] = field(default_factory=Counter)
     limited: set[str] = field(default_factory=set)
     graph: WholeGraph | None = None
+    earlier: Compiled | None = None
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # copies and files of a model run uncompiled code
@@ -96,8 +100,9 @@ def _nothing() -> None:
 def restore_compiled(model: nn.Module) -> None:
     """Let a model run the code that it ran before any call of `compiled_blocks`."""
     done = vars(model).pop(_ATTRIBUTE, None)
-    if done is not None:
+    while done is not None:
         done.undo()
+        done = done.earlier
 
 
 def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
@@ -106,7 +111,8 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     Parameters
     ----------
     model : Module
-        A model of diffusers names its blocks; code that is compiled already stays.
+        A model of diffusers names its blocks; code that is compiled already stays, and nothing is
+        added to a model that the caller compiled as a whole.
     graphs : bool
         Record each form of a pass as one CUDA graph, too.
 
@@ -114,10 +120,16 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     -------
     Compiled
     """
+    given, model = model, uncompiled(model)
     names = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
     blocks = [module for module in model.modules() if type(module).__name__ in (names or ())]
-    if getattr(model, _COMPILED_CALL) is not None:
-        done = Compiled("compiled by the caller")
+    earlier: Compiled | None = vars(model).get(_ATTRIBUTE)
+    if earlier is not None and not (earlier.blocks or earlier.model or earlier.graph):
+        earlier = None  # undone
+    if earlier is not None and earlier.model is model:
+        done = Compiled(earlier.summary)
+    elif given is not model or getattr(model, _COMPILED_CALL) is not None:
+        done, graphs = Compiled("compiled by the caller"), False  # such code cannot call graphs
     elif blocks:
         fresh = [
             module for module in blocks
@@ -133,11 +145,24 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     else:
         done = Compiled("compiled as a whole", model=model)
         model.compile()
-    if graphs:
+    done.earlier = earlier
+    if graphs and (earlier is None or earlier.graph is None):
         done.graph = WholeGraph(model)
         done.summary += ", each form of a pass a CUDA graph from its third call on"
     vars(model)[_ATTRIBUTE] = done
     return done
+
+
+def is_compiled_by_caller(model: nn.Module) -> bool:
+    """Whether a model or a module in it was compiled in place, and not by `accelerate`."""
+    done: Compiled | None = vars(model).get(_ATTRIBUTE)
+    while done is not None and done.model is None:
+        done = done.earlier
+    ours = None if done is None else done.model
+    return any(
+        getattr(module, _COMPILED_CALL) is not None
+        for module in model.modules() if module is not ours
+    )  # fmt: skip
 
 
 class _Block:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ ORIGINALS = ("cpu", "device", "drop")
 
 
 class NothingReplaced(ValueError):
-    """Raised if no linear layer of a model becomes INT8; the message has the first reasons."""
+    """Raised if no linear layer of a model becomes INT8; the message has the commonest reasons."""
 
 
 class Replacement(Handle):
@@ -268,7 +269,7 @@ def replace_linear_with_int8(
             "cupyattn.interop.restore of the model, or give again=True"
         )
     if not reasons:
-        why = "; ".join(printable(f"{n}: {reason}") for n, reason in [*kept.items()][:3])
+        why = "; ".join(printable(one) for one in _commonest(kept))
         if isinstance(model, nn.Linear):
             why = "it is itself a linear layer, which Int8Linear.from_linear quantises"
         raise NothingReplaced(
@@ -280,6 +281,15 @@ def replace_linear_with_int8(
         keep_original(unit, call, name, module)
     guard(own)
     return Replacement(model, reasons, kept, call, _saved(own, call), choice)
+
+
+def _commonest(kept: Mapping[str, str]) -> list[str]:
+    """Return the commonest reasons why layers are kept, each with the first layer that has it."""
+    firsts: dict[str, str] = {}
+    for name, reason in kept.items():
+        firsts.setdefault(reason.partition(":")[0], f"{name}: {reason}")
+    kinds = Counter(reason.partition(":")[0] for reason in kept.values())
+    return [firsts[kind] for kind, _ in kinds.most_common(3)]
 
 
 def _saved(model: nn.Module, call: Call) -> float:

@@ -31,6 +31,9 @@ CALLS_BEFORE = 2
 #: Types of values other than tensors that identify a form.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
+#: Reason that torch gives if a caller compiles the whole model with ``fullgraph=True``.
+_NOT_TRACED = "accelerate(..., compile='graphs') runs this pass: compile with compile='blocks' only"
+
 Form = tuple[Any, ...]
 
 
@@ -77,6 +80,8 @@ class WholeGraph:
         self._substitute.undo()
         self._graphs.clear()
 
+    # NOTE: code that is compiled around it calls it, and compiles the pass within.
+    @torch.compiler.disable(recursive=False, reason=_NOT_TRACED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass, by its graph if there is one."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
