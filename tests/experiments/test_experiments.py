@@ -20,7 +20,7 @@ from cupyattn.measure import device
 from docs import performance_plots
 from experiments._harness import others, plots, recording
 from experiments._harness.cells import Cell, Problem, rung
-from experiments.accuracy import numerics_claims, precision_ablation, smoothing
+from experiments.accuracy import numerics_claims, precision_ablation, rotated_scores, smoothing
 from experiments.diffusion import timestep_ablation, token_pruning
 from experiments.speed import (
     first_call,
@@ -318,6 +318,17 @@ def test_smoothing_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(0.8 < one < 1.3 for one in plain.values())
     assert outliers["smoothed, rotated"] < 0.5 * outliers["rotated"] < outliers["channel"]
     assert "three x 100" in capsys.readouterr().out
+
+
+def test_rotated_scores_run_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rotated_scores.json"
+    assert rotated_scores.main(["--quick", "--json", str(file)]) == 0
+    rows = {row["input"]: row["errors"] for row in json.loads(file.read_text())["rows"]}
+    large = rows["a channel of K x 30"]
+    assert all(one["rotated"] < one["as it is"] for one in large.values())
+    assert large["2 rows, 16 keys"]["rotated"] < 0.4 * large["2 rows, 16 keys"]["as it is"]
+    assert 0.8 < rows["normal"]["tiles"]["rotated"] / rows["normal"]["tiles"]["as it is"] < 1.25
+    assert "a channel of K x 30" in capsys.readouterr().out
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
