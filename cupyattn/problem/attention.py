@@ -127,7 +127,7 @@ class AttentionProblem(Problem):
         """Whether the fused form of the rung would avoid the scratch memory of this form."""
         quant, (*passes, last) = self.settings.quant, work.plans
         codes = any(plan.variant == "quantize" for plan in passes)
-        whole = quant is None or quant.qk_bits == 8
+        whole = quant is None or (quant.qk_bits == 8 and quant.rotate is None)
         forms = self.variant.forms
         return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyattn import attention, explain, quantize, quantize_kv, testing
+from cupyattn import attention, explain, plan, quantize, quantize_kv, testing
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
@@ -288,3 +288,15 @@ def test_rotated_rows_stay_in_registers(dtype: str, head_dim: int) -> None:
         for launch in one.launches:
             used = kc.build(launch.module, "sm_90").kernels[launch.entry]
             assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0)
+
+
+def test_a_pass_makes_codes_of_rotated_queries_on_hopper() -> None:
+    """The attention kernel itself takes rows as they are."""
+    q, k, v = inputs(64)
+    for rotate in (None, ROTATE):
+        quant = QuantConfig(rotate=rotate)
+        found = plan(
+            q, k, v, variant="fa_int8", quant=quant, arch="sm_90a", backend="interpret"
+        ).plans
+        assert [one.features.quantize_q for one in found] == [False, rotate is None]
+        assert found[0].features.qk_rotate == (rotate is not None)
