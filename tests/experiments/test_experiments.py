@@ -276,15 +276,16 @@ def test_the_second_first_call_reads_the_cache(tmp_path: Path) -> None:
 def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quantise.json"
     assert quantise.main(["--quick", "--json", str(file)]) == 0
-    balanced, aggressive = json.loads(file.read_text())["rows"]
-    rows, size = 2 * 150 * 16, 2
-    scales = 4 * (2 * 75 + 2 * 5 + 2 * 16)  # of Q, of K for tiles of 32 keys, and the mean
+    balanced, aggressive, rotated = json.loads(file.read_text())["rows"]
+    rows, size = 70 * 64, 2
+    scales = 4 * (35 + 3 + 64)  # of Q, of K for tiles of 32 keys, and the mean
     assert balanced["bytes"] == 3 * rows * size + 2 * rows + scales
-    more = 2 * rows * size + 2 * 16 * 256 + 4 * (2 * 16 + 2 * 16)  # padded codes of V, scales, mean
-    more += 4 * 2 * 75  # a scale of Q for each row, not for two
-    more -= 4 * 2 * 2  # tiles of 64 keys
+    more = 2 * rows * size + 64 * 128 + 4 * (64 + 64)  # padded codes of V, scales, mean
+    more += 4 * 35  # a scale of Q for each row, not for two
+    more -= 4  # tiles of 64 keys
     assert aggressive["bytes"] == balanced["bytes"] + more
-    assert balanced["launches"] == aggressive["launches"] == 1
+    assert balanced["launches"] == aggressive["launches"] == rotated["launches"] == 1
+    assert rotated["bytes"] == balanced["bytes"] + 4 * (5 - 3)  # scales of 16 keys
     # A code that is not the mirror's fails the run.
     quantize = ca.quantize
     wrong = lambda *x, **options: quantize(x[0] * np.float16(2), *x[1:], **options)  # noqa: E731
