@@ -27,6 +27,7 @@ from cupyattn.quant import QuantConfig
 from cupyattn.quant.rotation import matrix
 from cupyattn.reference.quantize import quantize_mirror
 from tests.faults.fault_patches import put_a_line_in_place
+from tests.support import runs
 from tests.support.marks import slow_rows
 from tests.support.runs import bits, embedded, normal, rope_tables
 
@@ -300,3 +301,21 @@ def test_a_pass_makes_codes_of_rotated_queries_on_hopper() -> None:
         ).plans
         assert [one.features.quantize_q for one in found] == [False, rotate is None]
         assert found[0].features.qk_rotate == (rotate is not None)
+
+
+@pytest.mark.slow
+def test_sequences_are_rotated_as_calls_of_their_own() -> None:
+    """Packed ones, and padded entries."""
+    quant = QuantConfig(rotate=ROTATE)
+    (q, k, v), ends = runs.packed([(20, 33), (9, 40)], 4, 2, 64)
+    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
+    z = quantize(q, k, v, quant=quant, backend="interpret", **named, max_len_q=20, max_len_k=40)
+    for one, (_, alone) in zip(z.sequences(), runs.sequences((q, k, v), ends), strict=True):
+        expected = quantize(*alone, quant=quant, backend="interpret")
+        for name in ("q_codes", "k_codes", "q_scale", "k_scale"):
+            assert bits(getattr(one, name)) == bits(getattr(expected, name)), name
+    q, k, v = inputs(64)
+    lengths = np.array([50], np.int32)
+    o = attention(q, k, v, variant="fa_int8", quant=quant, lengths_kv=lengths)
+    few = attention(q, k[:, :, :50], v[:, :, :50], variant="fa_int8", quant=quant)
+    assert bits(o) == bits(few)
