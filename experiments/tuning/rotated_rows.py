@@ -264,7 +264,7 @@ def measure(group: Group, source: Path, args: argparse.Namespace) -> list[dict[s
     works = {name: changed(today, one, source) if one else today for name, one in forms.items()}
     with ThreadPoolExecutor(args.threads) as pool:
         found = dict(zip(works, pool.map(resources, works.values()), strict=True))
-    rows = {}
+    rows, kept = {}, ()
     plain, moved = pass_over(group, "row", sets)
     plain(0)
     calls: dict[str, Callable[[int], Any]] = {WITHOUT: plain, COPY: copy_of(moved, len(sets))}
@@ -274,8 +274,13 @@ def measure(group: Group, source: Path, args: argparse.Namespace) -> list[dict[s
             print(f"{group.name}: {name} takes no part: {facts}", file=sys.stderr)
             continue
         run = on_device(problem, works[name], sets)
-        ok = bool(form and form.without) or bool(group.activation)
-        ok = ok or equal(run(0), mirror_of(group, arrays, form))
+        made = run(0)
+        if form is None:
+            kept = tuple(x.copy() for x in made)
+        ok = bool(form and form.without)
+        ok = ok or bool(group.activation) or equal(made, mirror_of(group, arrays, form))
+        if form and not (form.lanes or form.without):
+            ok = ok and all(bool((x == y).all()) for x, y in zip(made, kept, strict=True))
         rows[name] = {"group": group.name, "form": name, "ok": ok, "bytes": moved, **facts}
         if ok:
             calls[name] = run
