@@ -1,4 +1,4 @@
-"""Bounds of the error of preparing Q and K, element by element (R0): norms, rotary embeddings."""
+"""Bounds of the error of preparing Q and K, element by element (R0): norms, rotations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
 from cupyattn.problem.row_preparation import Preparation, Rope
+from cupyattn.quant.rotation import rotated
 
 
 def rotation(x: Array, rope: Rope, position: int) -> Array:
@@ -68,6 +69,9 @@ def preparation(
     A mean square of D numbers meets ``n = 6 + ceil(log2(D / 2))`` roundings, underflow included,
     its root's inverse :math:`(1 - γ_n)^{-1/2}(1 + u)/(1 - u)`, and the two products
     :math:`(1 + u)^2`. The resulting error is turned with the numbers. docs/MATH_REFERENCE.md [L13].
+    A Hadamard matrix of D adds D numbers in :math:`\log_2 D` levels of butterflies and multiplies
+    by a rounded unit: with e the error before and :math:`n = 2 + \log_2 D`,
+    :math:`(γ_n ‖x‖_1 + (1 + γ_n) ‖e‖_1) / \sqrt D`.
     """
     found = []
     for i, x in enumerate(operands(q=q, k=k)):
@@ -78,6 +82,8 @@ def preparation(
             exact, error = _normalised(exact, weight, how.norm.eps)
         if how.rope is not None:
             exact, error = turned_errors(exact, error, how.rope, how.rope.offset_q if i == 0 else 0)
+        if how.rotate:
+            exact, error = _rotated_errors(exact, error)
         found.append(_rounded(exact, error, x.dtype.name if stored else "float32"))
     return found[0], found[1]
 
@@ -125,6 +131,17 @@ def turned_errors(x: Array, error: Array, rope: Rope, position: int) -> tuple[Ar
         carried = xp.where(xp.isnan(carried), xp.inf, carried)  # an infinite error times 0
         rounded = ((1 + U) ** 2 - 1) * (size + carried) + 2.0**-148
     return turned, carried + rounded
+
+
+def _rotated_errors(x: Array, error: Array) -> tuple[Array, Array]:
+    """Return rows rotated exactly, and the error of the same in float32, given a previous error."""
+    xp, head_dim = array_namespace(x), x.shape[-1]
+    roundings = gamma(2 + math.log2(head_dim), U)
+    with np.errstate(invalid="ignore", over="ignore"):
+        size, carried = (xp.abs(a).sum(axis=-1, keepdims=True) for a in (x, error))
+        found = (roundings * size + (1 + roundings) * carried) / math.sqrt(head_dim) + 2.0**-148
+        fits = (size + carried) * (1 + roundings) * REFERENCE <= MAX_FLOAT
+        return rotated(x), xp.where(fits, found, xp.inf) + xp.zeros_like(x)
 
 
 def _rounded(x: Array, error: Array, dtype: str) -> Array:

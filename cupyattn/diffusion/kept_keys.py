@@ -27,7 +27,7 @@ def needs_key_sums(quant: QuantConfig | None, backend: str | None, k: Array, v: 
     backend, k, v
         As for `KeptKeys`.
     """
-    smooth = quant is not None and quant.smooth_k and not quant.fused
+    smooth = quant is not None and quant.smooth_k and not (quant.fused or quant.rotate)
     return smooth and pruning.quantises_in_place(backend, k, v, 1)
 
 

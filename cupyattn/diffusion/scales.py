@@ -67,10 +67,10 @@ class StepScales:
             given = Calibration.load(given)
         if isinstance(given, Calibration):
             given.check_fits(num_heads, head_dim)
-            if quant.static or not quant.symmetric or quant.fused:
+            if quant.static or not quant.symmetric or quant.fused or quant.rotate:
                 raise ValueError(
                     "a calibration gives static, symmetric scales to a pass of their own: leave "
-                    f"scales, symmetric and fused of quant as they are, got {quant}"
+                    f"scales, symmetric, fused and rotate of quant as they are, got {quant}"
                 )
             self.calibration = given
         elif given is not None:
@@ -146,7 +146,7 @@ class StepScales:
         of_values = {n: getattr(values, n) for n in ("pv", "granularity_v", "smooth_v", "p_type")}
         return QuantConfig(
             *granularities, symmetric=quant.symmetric, smooth_k=smooth_k, qk_bits=quant.qk_bits,
-            scales=scales, fused=quant.fused and not eight, **of_values,
+            scales=scales, fused=quant.fused and not eight, rotate=quant.rotate, **of_values,
         )  # fmt: skip
 
 

@@ -77,6 +77,8 @@ class Features:
         Codes have zero points, one with each scale.
     qk_norm : bool
         Rows of Q and K are divided by their root mean square.
+    qk_rotate : bool
+        Rows of Q and K are multiplied by a Hadamard matrix.
     quantize_q : bool
         Q comes as numbers, and the kernel quantises it.
     scored : bool
@@ -111,6 +113,7 @@ class Features:
     p_type: str = ""
     zero_points: bool = False
     qk_norm: bool = False
+    qk_rotate: bool = False
     stacked: bool = False
     quantize_q: bool = False
     scored: bool = False
@@ -137,6 +140,7 @@ class Features:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
         # Only some kernels have these features; others do not name them.
         added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
+        added |= {"CFG_QK_ROTATE": 1} if self.qk_rotate else {}
         added |= {"CFG_STACKED": 1} if self.stacked else {}
         added |= {"CFG_QUANTIZE_Q": 1} if self.quantize_q else {}
         if self.scored:

@@ -17,7 +17,7 @@ from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import Part, operand_parts
 from cupyattn.problem.form import check_value_tiles, scale_tiles
 from cupyattn.problem.problem import Problem, Result
-from cupyattn.problem.row_preparation import Preparation
+from cupyattn.problem.row_preparation import BUFFERS_OF, Preparation
 from cupyattn.problem.sequences import Sequences
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.static_scales import described_scales
@@ -80,9 +80,8 @@ def given_scales(
 def made_of(coding: Coding, rows: Mapping[str, Described]) -> Made:
     quant, tiles = coding.quant, coding.tiles
     groups = quant.group_q(tiles), quant.group_kv(tiles), quant.group_v(tiles)
-    done = {} if coding.preparation is None else vars(coding.preparation)
-    options = {"rope": "rope", "norm": "qk_norm"}
-    prepared = tuple(options[name] for name, asked in done.items() if asked is not None)
+    buffers = coding.preparation.buffers if coding.preparation else {}
+    prepared = tuple(option for option, names in BUFFERS_OF.items() if names[0] in buffers)
     q, v = rows["q"], rows["v"] if not quant.has_value_codes else None
     return Made(*groups, quant, q.dtype.name, q.shape[-1], coding.sequences, prepared, v)
 
@@ -136,7 +135,7 @@ def coding_problem(
     if "k_places" in chosen:
         found["k"] = replace(found["k"], gathered=True)
         arrays["k_places"] = chosen["k_places"]
-    if "k_partial_sum" in chosen and found["k"].sums_apart:
+    if "k_partial_sum" in chosen and found["k"].sums_apart and preparation is None:
         sums = arrays["k_partial_sum"] = chosen["k_partial_sum"]
         found["k"] = replace(found["k"], summed=(sums.shape[2], rows["k"].shape[2]))
     if "v" not in found:

@@ -97,6 +97,8 @@ def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[s
             f"rope: {pairing.replace('_', '-')} channels of q and k are turned {where}{numbers}; "
             f"query row i has the position i+{call.rope_offset_q}"
         ]
+    if problem.preparation is not None and problem.preparation.rotate:
+        lines += [f"rotate: rows of q and k are multiplied by a Hadamard matrix {where}"]
     return lines
 
 

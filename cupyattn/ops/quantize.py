@@ -358,7 +358,7 @@ class _Quantize(Operation):
             for option, names in BUFFERS_OF.items()
         }
         sizes_of_rows = heads, heads_kv, longest[0], longest[1], head_dim
-        preparation = Preparation.of({**settings._asdict(), **pairs}, sizes_of_rows)
+        preparation = Preparation.of({**settings._asdict(), **pairs}, sizes_of_rows, quant.rotate)
         tiles = tiles_of(rows["q"], quant, settings.tiles, settings.arch, backend)
         coding = Coding(quant, tiles, {}, sequences, preparation)
         scales = given_scales(coding, rows, arrays)
@@ -428,7 +428,8 @@ def quantize_at(
     key_sums : array, float32, (batch, heads_kv, parts, head_dim), contiguous, optional
         Sums of all len_kv keys, in parts. Smoothing may subtract any vector; it then subtracts the
         mean of all keys, without reading them again. A scale for each whole head needs a read
-        before the codes in any case, so it uses the mean of the keys at `places`.
+        before the codes in any case, so it uses the mean of the keys at `places`. So do rotated
+        keys.
 
     Returns
     -------
@@ -465,7 +466,13 @@ class _QuantizeAt(_Quantize):
         backend = choose(settings.backend, rows["q"].device >= 0)
         quant = settings.quant or QuantConfig()
         tiles = tiles_of(rows["q"], quant, settings.tiles, settings.arch, backend)
-        coding = Coding(quant, tiles)
+        (_, heads, len_q, head_dim), (_, heads_kv, len_kv, _) = rows["q"].shape, rows["v"].shape
+        preparation = Preparation.of(
+            {**settings._asdict(), **dict.fromkeys(BUFFERS_OF)},
+            (heads, heads_kv, len_q, len_kv, head_dim),
+            quant.rotate,
+        )
+        coding = Coding(quant, tiles, preparation=preparation)
         scales = given_scales(coding, rows, arrays)
         return coding_problem(rows, coding, backend, scales, arrays)
 

@@ -37,6 +37,8 @@ class Prepares:
         normalised.
     eps : float
         Added to the mean square of a row.
+    rotate : bool
+        Rows are multiplied by a Hadamard matrix at the end.
     """
 
     name: str
@@ -44,11 +46,12 @@ class Prepares:
     position: int = 0
     vectors: int = 0
     eps: float = 0.0
+    rotate: bool = False
 
     @property
     def features(self) -> dict[str, Any]:
         """Its fields of `Features`."""
-        return {"rope": self.rope, "qk_norm": self.vectors > 0}
+        return {"rope": self.rope, "qk_norm": self.vectors > 0, "qk_rotate": self.rotate}
 
     def params(self, head_dim: int) -> dict[str, Any]:
         """The fields `cupyattn.plans.structs.PREPARE_PARAMS`."""
@@ -120,5 +123,5 @@ def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
     for i, name in enumerate("qk"):
         turning = ("", 0) if rope is None else (rope.pairs, 0 if i else rope.offset_q)
         normalising = (0, 0.0) if norm is None else (norm.vectors[i], norm.eps)
-        found[name] = Prepares(name, *turning, *normalising)
+        found[name] = Prepares(name, *turning, *normalising, preparation.rotate)
     return found

@@ -305,7 +305,7 @@ def _features_of(
         before, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
         group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
         zero_points=any(one.part.zero_points for one in coded.values()),
-        **(how.features if how else {"rope": "", "qk_norm": False}),
+        **(how.features if how else {"rope": "", "qk_norm": False, "qk_rotate": False}),
     )  # fmt: skip
 
 

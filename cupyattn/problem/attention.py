@@ -127,7 +127,7 @@ class AttentionProblem(Problem):
         """Whether the fused form of the rung would avoid the scratch memory of this form."""
         quant, (*passes, last) = self.settings.quant, work.plans
         codes = any(plan.variant == "quantize" for plan in passes)
-        whole = quant is None or quant.qk_bits == 8
+        whole = quant is None or (quant.qk_bits == 8 and quant.rotate is None)
         forms = self.variant.forms
         return codes and whole and "16bit" in forms[last.form].takes.values and "fused" in forms
 
@@ -374,7 +374,9 @@ def kernel_call(
     call = check_options(check_shapes(*shapes), dtype, settings.scale, scores, return_lse=True)
     kernel = settle(rung, call, codes=codes, tiles=settings.tiles, form=form)
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
-    preparation = Preparation.of_arrays(settings.rows(arrays), sizes)
+    quant = settings.quant if quantized is None else quantized.config
+    rotate = quant.rotate if quant else None
+    preparation = Preparation.of_arrays(settings.rows(arrays), sizes, rotate)
     return KernelCall(kernel, settings, arrays, quantized, preparation)
 
 
@@ -395,7 +397,7 @@ def kernel_call_of(arguments: Mapping[str, Any]) -> KernelCall:
     settings, arrays = of_arguments(arguments)
     quantized = arguments["quantized"]
     found = kernel_call(settings, arrays, quantized=quantized, form=arguments["form"])
-    if found.preparation is not None:
+    if found.preparation is not None and found.preparation.buffers:
         check_turned_before(quantized)
     return found
 

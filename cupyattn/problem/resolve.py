@@ -291,7 +291,8 @@ def _preparation(
         if names[0] in arrays
     }
     sizes = call.heads, call.heads_kv, call.len_q, call.len_kv, call.head_dim
-    return Preparation.of(settings.rows(pairs), sizes)
+    rotate = settings.quant.rotate if settings.quant else None
+    return Preparation.of(settings.rows(pairs), sizes, rotate)
 
 
 def _tidy(arrays: Mapping[str, Described]) -> dict[str, Described]:

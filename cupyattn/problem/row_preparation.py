@@ -1,9 +1,9 @@
 """Preparation of Q and K before attention: rows normalised, then rotated by their positions.
 
 `Preparation` has the options of one call: `Norm`, and `Rope`, whose tables rotate pairs of channels
-by angles that depend on the position. `Preparation.in_float32` mirrors
-``kernels_cu/prims/io/prepare.cuh`` bit for bit, and `Rope.turned` mirrors ``rope.cuh``. The method
-`exact` of each class is the definition in float64.
+by angles that depend on the position. A Hadamard matrix may follow, before codes.
+`Preparation.in_float32` mirrors ``kernels_cu/prims/io/prepare.cuh`` bit for bit, and `Rope.turned`
+mirrors ``rope.cuh``. The method `exact` of each class is the definition in float64.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import numpy as np
 from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
-from cupyattn.errors import shown
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.features import BY_COLUMN, DTYPES
 from cupyattn.kernels.limits import INT32_MAX, as_float
+from cupyattn.quant.rotation import GROUPS, rotated, turned, unit_of
 
 #: Alignment in bytes of the tables on the device: one load reads four floats.
 _ALIGNMENT = 16
@@ -298,16 +299,18 @@ class Norm:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Preparation of the rows of Q and K in one call: `norm`, then `rope`, each optional."""
+    """Preparation of the rows of Q and K in one call: `norm`, `rope`, `rotate`, each optional."""
 
     rope: Rope | None = None
     norm: Norm | None = None
+    rotate: bool = False
 
     @classmethod
     def of(
         cls,
         options: Any,
         sizes: tuple[int, int, int, int, int],
+        rotate: str | None = None,
     ) -> Preparation | None:
         """Check the options of a call; return None if they change no rows.
 
@@ -317,21 +320,30 @@ class Preparation:
             ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and ``qk_norm_eps`` as
             `cupyattn.attention` takes them, with descriptions of arrays.
         sizes : (heads, heads_kv, len_q, len_kv, head_dim)
+        rotate : {None, "hadamard"}
+            Of the `QuantConfig`.
 
         Raises
         ------
         TypeError, ValueError
             As `Rope.of` and `Norm.of`.
+        UnsupportedError
+            For a rotation of another head_dim than 64, 128 or 256.
         """
         rope = Rope.of(
             options["rope"], options["rope_interleaved"], options["rope_offset_q"], *sizes[2:]
         )
         norm = Norm.of(options["qk_norm"], options["qk_norm_eps"], *sizes[:2], sizes[4])
-        return None if rope is None and norm is None else cls(rope, norm)
+        if rotate is not None and sizes[4] not in GROUPS:
+            raise UnsupportedError(
+                f"quant.rotate={rotate!r} takes head_dim 64, 128 or 256, got {sizes[4]}: pad q and "
+                "k with zeros, or use rotate=None"
+            )
+        return cls(rope, norm, rotate is not None) if rope or norm or rotate else None
 
     @classmethod
     def of_arrays(
-        cls, options: Any, sizes: tuple[int, int, int, int, int]
+        cls, options: Any, sizes: tuple[int, int, int, int, int], rotate: str | None = None
     ) -> Preparation | None:
         """Do what `of` does of arrays: with tables and weights as the kernels read them."""
         given: dict[str, Any] = dict(options)
@@ -342,7 +354,7 @@ class Preparation:
                 own = [operand(n, x) for n, x in zip(PAIRS[option], pair, strict=True)]
                 arrays |= dict(zip(names, own, strict=True))
                 given[option] = tuple(map(Described.of, names, own))
-        found = cls.of(given, sizes)
+        found = cls.of(given, sizes, rotate)
         return found and found.with_arrays(
             {name: x.bound(arrays[name]) for name, x in found.buffers.items()}
         )
@@ -355,7 +367,7 @@ class Preparation:
         if norm is not None:
             weights = arrays["q_norm_weight"], arrays["k_norm_weight"]
             norm = replace(norm, q_weight=weights[0], k_weight=weights[1])
-        return Preparation(rope, norm)
+        return replace(self, rope=rope, norm=norm)
 
     @property
     def buffers(self) -> dict[str, Any]:
@@ -389,13 +401,17 @@ class Preparation:
 
         The squares of the two members of a pair are added first; pairs are as in `rope`, or one
         channel of each half. Then neighbouring sums are added, level by level, with zeros past the
-        last. A sum that is not finite makes its row NaN.
+        last. A sum that is not finite makes its row NaN. A rotation is
+        `cupyattn.quant.rotation.turned` of whole rows, times the float32 next to
+        ``1 / sqrt(head_dim)``.
         """
         q, k = (x.astype(np.float32) for x in (q, k))
         if self.norm is not None:
             q = self._normalised(q, self.norm.q_weight, self.norm.eps)
             k = self._normalised(k, self.norm.k_weight, self.norm.eps)
-        return (q, k) if self.rope is None else self.rope.turned(q, k)
+        if self.rope is not None:
+            q, k = self.rope.turned(q, k)
+        return (_rotated(q), _rotated(k)) if self.rotate else (q, k)
 
     def stored(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K as all other rungs take them: rounded to their storage type at the end."""
@@ -404,7 +420,7 @@ class Preparation:
             return q_made.astype(q.dtype), k_made.astype(k.dtype)
 
     def exact(self, q: Array, k: Array) -> tuple[Array, Array]:
-        """Return Q and K normalised and turned in float64, by the same weights and tables."""
+        """Return Q and K normalised, turned and rotated in float64, by the same tables."""
         q, k = as_float64(q), as_float64(k)
         if self.norm is not None:
             weights = self.norm.q_weight, self.norm.k_weight
@@ -412,7 +428,9 @@ class Preparation:
                 x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.norm.eps) * by_head(w)
                 for x, w in zip((q, k), map(as_float64, weights), strict=True)
             )
-        return (q, k) if self.rope is None else self.rope.exact(q, k)
+        if self.rope is not None:
+            q, k = self.rope.exact(q, k)
+        return (rotated(q), rotated(k)) if self.rotate else (q, k)
 
     def mean_of_products(self, x: Array, y: Array) -> Array:
         """Return the mean of x y over each row, (..., 1), in float32 and the order of `in_float32`.
@@ -441,6 +459,13 @@ class Preparation:
     def _normalised(self, x: Array, weight: Array, eps: float) -> Array:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return x * self.norm_factor(x, eps) * by_head(weight)
+
+
+def _rotated(x: Array) -> Array:
+    """Return float32 rows times the matrix of a rotation, as `Preparation.in_float32` says."""
+    head_dim = x.shape[-1]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return turned(x.reshape(-1, head_dim), head_dim).reshape(x.shape) * unit_of(head_dim)
 
 
 def by_head(weight: Array) -> Array:

@@ -42,6 +42,8 @@ CHOICES: dict[str, dict[str, dict[str, Any]]] = {
         "4 bits, Q and K per token": {
             "qk_bits": 4, "granularity_q": "token", "granularity_k": "token",
         },
+        "Q and K rotated": {"rotate": "hadamard"},
+        "4 bits, Q and K rotated": {"qk_bits": 4, "rotate": "hadamard"},
     },
     "where codes come from": {
         "in the kernel, K not smoothed": {"smooth_k": False, "fused": True},

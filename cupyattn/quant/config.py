@@ -19,6 +19,7 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
 from cupyattn.kernels.limits import as_float
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.quant.rotation import ROTATIONS
 
 #: Rows of Q, and keys, that share a scale at granularity "thread".
 THREAD_ROWS_Q, THREAD_ROWS_K = 2, 16
@@ -81,6 +82,11 @@ class QuantConfig:
         pass before the kernel makes them. With tiles of the same sizes, the results have the same
         bits. Only for scales that depend on one tile of rows: granularity "block", "thread" or
         "token", dynamic scales, ``smooth_k=False`` and ``pv="16bit"``.
+    rotate : {None, "hadamard"}
+        "hadamard": multiply prepared rows of Q and K by one orthogonal matrix, of head_dim 64, 128
+        or 256, before they become codes (`cupyattn.quant.rotation`). Scores do not change, and a
+        channel of large numbers no longer uses up the range of the codes. Excludes given scales and
+        `fused`.
 
     Raises
     ------
@@ -116,6 +122,7 @@ class QuantConfig:
     scales: Any = field(default="dynamic", repr=False)
     p_type: str | None = None
     fused: bool = False
+    rotate: str | None = None
 
     def __post_init__(self) -> None:
         _one_of("pv", self.pv, tuple(P_TYPES_OF))
@@ -158,8 +165,14 @@ class QuantConfig:
                 object.__setattr__(self, "scales", own + self.scales[2:])
             self._check_static_scales()
         _one_of("fused", self.fused, (True, False))
+        _one_of("rotate", self.rotate, ROTATIONS)
         if self.fused:
             self._check_fused()
+        if self.rotate and self.static:
+            raise UnsupportedError(
+                f"quant.rotate={self.rotate!r} needs quant.scales='dynamic', got given scales: "
+                "a rotation changes the maxima of rows, so leave out one of both"
+            )
 
     def _check_fused(self) -> None:
         """Raise unless the codes of a tile depend only on its rows."""
@@ -169,6 +182,7 @@ class QuantConfig:
             ("smooth_k", self.smooth_k, (False,)),
             ("scales", "static" if self.static else "dynamic", ("dynamic",)),
             ("pv", self.pv, ("16bit",)),
+            ("rotate", self.rotate, (None,)),
         ):
             if value not in taken:
                 raise ValueError(

@@ -409,8 +409,8 @@ class QuantizedQKV:
         -------
         q : array, (batch, heads, len_q, head_dim)
         k, v : array, (batch, heads_kv, len_kv, head_dim)
-            With their means. Packed operands have three axes, (total, heads or heads_kv,
-            head_dim). The arrays are of the queries' kind.
+            With their means; q and k rotated if ``config.rotate`` is set. Packed operands have
+            shape (total, heads or heads_kv, head_dim). The arrays are of the queries' kind.
 
         Raises
         ------

@@ -1,12 +1,13 @@
 """How near does quantising Q, K and V come to the speed of memory?
 
-Varies       the mode: Q and K (balanced), V too (aggressive); head_dim; batch, heads and length
+Varies       the mode: Q and K (balanced), the same rotated, V too (aggressive); head_dim; batch,
+             heads and length
 Holds fixed  N(0, 1) operands in float16, grouped and smoothed as the classes of
              `cupyattn.problem.choose`
 Measures     codes and scales of the first head against the mirror, to the bit; time and launches;
              the bytes that the pass must move per second, and as a share of a copy of Q in the same
              rounds; Q counts once, K once and a quarter again, V twice, codes and scales once
-Expect       one launch and 70 % of the bandwidth of a copy
+Expect       one launch and 70 % of the bandwidth of a copy; rotated at most 1.2 times the time
 Run          python -m experiments.speed.quantise [--quick] [--json FILE]
 """
 
@@ -29,10 +30,12 @@ from cupyattn.cli import output
 from cupyattn.compiler.target import own_arch
 from cupyattn.kernels import ladder
 from cupyattn.measure import device, timing
+from cupyattn.plans.prepare_rows import prepares_of
 from cupyattn.plans.quantize import Part, operand_parts, plan_quantize
 from cupyattn.plans.records import Plan, Work
 from cupyattn.problem import choose
 from cupyattn.problem.form import scale_tiles
+from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig
 from cupyattn.quant.quantizers import rows_of_mean
 from cupyattn.reference.quantize import quantize_mirror
@@ -41,7 +44,7 @@ from experiments._harness import recording
 from experiments._harness.cells import rotating
 from experiments._harness.others import format_comparison
 
-MODES = choose.QUANT
+MODES = choose.QUANT | {"rotated": QuantConfig(rotate="hadamard")}
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,12 @@ SHAPES = (
     *(Shape(60, 2048 // d, 512, d) for d in (64, 128, 256)),
     *(Shape(1, 24, 118_800, d) for d in (64, 128)),
 )
-QUICK_SHAPES = (Shape(1, 2, 150, 16),)
+QUICK_SHAPES = (Shape(1, 1, 70, 64),)
+
+
+def preparation_of(quant: QuantConfig) -> Preparation | None:
+    """Return what precedes the codes of Q and K."""
+    return Preparation(rotate=True) if quant.rotate else None
 
 
 def plan_of(shape: Shape, quant: QuantConfig, arch: str | None) -> tuple[dict[str, Part], Plan]:
@@ -67,7 +75,8 @@ def plan_of(shape: Shape, quant: QuantConfig, arch: str | None) -> tuple[dict[st
     sizes = shape.batch, shape.heads, shape.length, shape.head_dim
     x = Operand.contiguous(sizes, 2)
     tiles = scale_tiles(ladder.lookup("fa_int8"), shape.head_dim, quant, arch)
-    found = operand_parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"))
+    prepares = prepares_of(preparation_of(quant))
+    found = operand_parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"), prepares)
     return found, plan_quantize("float16", **found, p_type=quant.value_p_type)
 
 
@@ -94,7 +103,8 @@ def equal_to_mirror(
         name: None if a is None else on_host(a[:1, :1])
         for name, a in (("k_mean", made.k_mean), ("v_mean", made.v_mean))
     }
-    wanted = quantize_mirror(*first, quant, tiles, **means)
+    how = preparation_of(quant)
+    wanted = quantize_mirror(*first, quant, tiles, **means, preparation=how)
     names = ("q_codes", "q_scale", "k_codes", "k_scale", "v_codes", "v_scale")
     pairs = [(getattr(made, name), getattr(wanted, name)) for name in names]
     return all(
@@ -119,7 +129,7 @@ def pass_over(plan: Plan, buffers: Mapping[str, Any]) -> Callable[..., None]:
 
 
 def measure(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Judge both modes on a shape, then time them and a copy in turns."""
+    """Judge all modes on a shape, then time them and a copy in turns."""
     rng = np.random.default_rng(args.seed)
     sizes = shape.batch, shape.heads, shape.length, shape.head_dim
     if args.quick:
@@ -186,7 +196,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every shape in both modes, print the table, write the record."""
+    """Measure every shape in all modes, print the table, write the record."""
     recording.check_rounds(args)
     rows = []
     for shape in QUICK_SHAPES if args.quick else SHAPES:

@@ -80,6 +80,9 @@
 #ifndef CFG_QK_NORM  // rows of Q and K as they are
 #define CFG_QK_NORM 0
 #endif
+#ifndef CFG_QK_ROTATE  // and no matrix before their codes
+#define CFG_QK_ROTATE 0
+#endif
 #ifndef CFG_BLOCK_M  // matrix products
 #define CFG_BLOCK_M 128
 #define CFG_BLOCK_N 128
@@ -177,6 +180,7 @@ constexpr bool ROPE = CFG_ROPE != 0;  // Q and K are turned by their positions:
 constexpr bool ROPE_INTERLEAVED = ROPE && CFG_ROPE % 2 == 0;  // pairs of neighbours, not of halves,
 constexpr bool ROPE_BY_COLUMN = CFG_ROPE > 2;                 // by a number for each column
 constexpr bool QK_NORM = CFG_QK_NORM;          // rows of Q and K are divided by their RMS
+constexpr bool QK_ROTATE = CFG_QK_ROTATE;      // and multiplied by a Hadamard matrix
 constexpr bool VARLEN = CFG_VARLEN != 0;       // batch entries have lengths of their own:
 constexpr bool PACKED = CFG_VARLEN == 1;       // sequences packed without padding,
 constexpr bool PADDED = CFG_VARLEN == 2;       // or entries as long as the longest may be

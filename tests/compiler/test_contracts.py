@@ -154,6 +154,7 @@ BROKEN = [
         {"QK_NORM": 1, "HEAD_DIM": 24},
         "rows that are prepared need VEC to divide",
     ),
+    ("prepare/quantize.cu", {"QK_ROTATE": 1, "HEAD_DIM": 32}, "QK_ROTATE takes HEAD_DIM 64, 128"),
     ("prepare/rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
     (
         "prepare/rope.cu",

@@ -68,8 +68,8 @@ def test_times_are_of_points_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(timing, "time_interleaved", samples)
     monkeypatch.setattr(timing, "rotated", lambda qkv: [qkv])
-    found = ca.ablate(*normal(*SHAPES), ["bits"])
-    assert [row["seconds"] for row in found.rows] == [1, 2, 3]
+    found = ca.ablate(*normal(*[(1, 1, 40, 64)] * 2), ["bits"])
+    assert [row["seconds"] for row in found.rows] == [1, 2, 3, 4, 5]
     assert found.rows[0]["speed_ratio"][0] == 1 and found.rows[1]["speed_ratio"][0] == 0.5
     assert "x speed" in str(found) and "0.50" in str(found)
     untimed = ca.ablate(*normal(*SHAPES), ["bits"], rounds=0)

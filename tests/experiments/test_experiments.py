@@ -20,7 +20,7 @@ from cupyattn.measure import device
 from docs import performance_plots
 from experiments._harness import others, plots, recording
 from experiments._harness.cells import Cell, Problem, rung
-from experiments.accuracy import numerics_claims, precision_ablation, smoothing
+from experiments.accuracy import numerics_claims, precision_ablation, rotated_scores, smoothing
 from experiments.diffusion import timestep_ablation, token_pruning
 from experiments.speed import (
     first_call,
@@ -276,15 +276,16 @@ def test_the_second_first_call_reads_the_cache(tmp_path: Path) -> None:
 def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quantise.json"
     assert quantise.main(["--quick", "--json", str(file)]) == 0
-    balanced, aggressive = json.loads(file.read_text())["rows"]
-    rows, size = 2 * 150 * 16, 2
-    scales = 4 * (2 * 75 + 2 * 5 + 2 * 16)  # of Q, of K for tiles of 32 keys, and the mean
+    balanced, aggressive, rotated = json.loads(file.read_text())["rows"]
+    rows, size = 70 * 64, 2
+    scales = 4 * (35 + 3 + 64)  # of Q, of K for tiles of 32 keys, and the mean
     assert balanced["bytes"] == 3 * rows * size + 2 * rows + scales
-    more = 2 * rows * size + 2 * 16 * 256 + 4 * (2 * 16 + 2 * 16)  # padded codes of V, scales, mean
-    more += 4 * 2 * 75  # a scale of Q for each row, not for two
-    more -= 4 * 2 * 2  # tiles of 64 keys
+    more = 2 * rows * size + 64 * 128 + 4 * (64 + 64)  # padded codes of V, scales, mean
+    more += 4 * 35  # a scale of Q for each row, not for two
+    more -= 4  # tiles of 64 keys
     assert aggressive["bytes"] == balanced["bytes"] + more
-    assert balanced["launches"] == aggressive["launches"] == 1
+    assert balanced["launches"] == aggressive["launches"] == rotated["launches"] == 1
+    assert rotated["bytes"] == balanced["bytes"] + 4 * (5 - 3)  # scales of 16 keys
     # A code that is not the mirror's fails the run.
     quantize = ca.quantize
     wrong = lambda *x, **options: quantize(x[0] * np.float16(2), *x[1:], **options)  # noqa: E731
@@ -318,6 +319,17 @@ def test_smoothing_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert all(0.8 < one < 1.3 for one in plain.values())
     assert outliers["smoothed, rotated"] < 0.5 * outliers["rotated"] < outliers["channel"]
     assert "three x 100" in capsys.readouterr().out
+
+
+def test_rotated_scores_run_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rotated_scores.json"
+    assert rotated_scores.main(["--quick", "--json", str(file)]) == 0
+    rows = {row["input"]: row["errors"] for row in json.loads(file.read_text())["rows"]}
+    large = rows["a channel of K x 30"]
+    assert all(one["rotated"] < one["as it is"] for one in large.values())
+    assert large["2 rows, 16 keys"]["rotated"] < 0.4 * large["2 rows, 16 keys"]["as it is"]
+    assert 0.8 < rows["normal"]["tiles"]["rotated"] / rows["normal"]["tiles"]["as it is"] < 1.25
+    assert "a channel of K x 30" in capsys.readouterr().out
 
 
 def test_the_tile_sweep_runs_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

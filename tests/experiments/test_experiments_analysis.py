@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyattn.errors import UnsupportedError
 from experiments._harness import patches, recording
 from experiments._harness.cells import Problem
 from experiments.speed import energy, long_sequences
-from experiments.tuning import breakdown, counters, race
+from experiments.tuning import breakdown, counters, race, rotated_rows
 
 PAGE = """==PROF== Profiling "next_cell" - 0: 0%....100% - 9 passes
 "ID","Kernel Name","Block Size",{metrics}
@@ -36,6 +37,34 @@ def test_each_part_can_be_left_out(form: str, part: str, tmp_path: Path) -> None
     assert changed != (race.compiler.KERNELS / breakdown.FORMS[form].source).read_text()
     with pytest.raises(LookupError, match=f"{form}_{part}.patch no longer applies"):
         patches.apply(f"{form}_{part}", breakdown.hunks_of(form, part), folder)
+
+
+def test_forms_of_rotated_rows_make_the_mirrors_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "rows.json"
+    assert rotated_rows.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == len(rotated_rows.QUICK_FORMS)
+    assert all(row["ok"] and row["steps"] > 1 for row in rows)
+    assert "2 in shared memory, 2 teams x 1 blocks" in capsys.readouterr().out
+    ones = np.ones((2, 8), np.int8)
+    assert rotated_rows.equal((ones, ones), (ones[:1], ones[:1]))
+    assert not rotated_rows.equal((ones, ones), (ones[:1], 0 * ones[:1]))
+
+
+def test_forms_of_rotated_rows_have_names_of_their_own() -> None:
+    assert set(rotated_rows.FORMS) == set(rotated_rows.ALL_GROUPS)
+    for forms in rotated_rows.FORMS.values():
+        assert len({one.name for one in forms}) == len(forms)
+
+
+@pytest.mark.slow
+def test_forms_of_rotated_rows_compile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert rotated_rows.main(["--compiled", "--groups", "GELU"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 1 + len(rotated_rows.FORMS["GELU"])
+    assert all(int(line.split(" ok ")[1].split()[0]) > 32 for line in lines)  # registers
 
 
 @pytest.mark.slow

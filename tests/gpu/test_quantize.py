@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig, QuantizedQKV, quantize
 from cupyattn.quant.config import GRANULARITIES
+from cupyattn.quant.rotation import GROUPS
 from cupyattn.reference.quantize import quantize_mirror
 from tests.quant.quant_inputs import DTYPES, assert_mean, operand
 from tests.support import runs
@@ -253,12 +255,15 @@ def test_rows_are_normalised_and_turned_as_they_are_quantised(
     options: dict[str, Any] = {"rope_interleaved": interleaved, "rope_offset_q": 800}
     moved = tuple(map(on_device, inputs))
     pairs = {"rope": tuple(map(on_device, tables)), "qk_norm": tuple(map(on_device, weights))}
-    for quant in (QuantConfig(), QuantConfig("head", "token", symmetric=False)):
+    quants = [QuantConfig(), QuantConfig("head", "token", symmetric=False)]
+    if head_dim in GROUPS:
+        quants += [replace(quant, rotate="hadamard") for quant in quants]
+    for quant in quants:
         got = quantize(*moved, quant=quant, tiles=TILES, **options, **pairs)
         how = Preparation.of_arrays(
             {**options, "rope": tables, "qk_norm": weights, "qk_norm_eps": 1e-6},
-            (4, 2, 300, 1100, head_dim),
-        )
+            (4, 2, 300, 1100, head_dim), quant.rotate,
+        )  # fmt: skip
         want = quantize_mirror(*inputs, quant, TILES, k_mean=got.k_mean.get(), preparation=how)
         for name in ("q_codes", "k_codes", "q_scale", "k_scale", "q_zero", "k_zero"):
             a, b = getattr(got, name), getattr(want, name)

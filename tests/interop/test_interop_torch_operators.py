@@ -100,6 +100,7 @@ def test_an_operator_itself_copies_no_operand() -> None:
         QuantConfig("token", "head", pv="int8", p_type="16bit", granularity_v="tensor"),
         QuantConfig(pv="int8", p_type="s8", granularity_v="channel", symmetric=False),
         QuantConfig("tensor", "tensor", scales=(0.5, 0.25)), QuantConfig(qk_bits=4),
+        QuantConfig(pv="int8", rotate="hadamard"),
     ],
 )  # fmt: skip
 def test_a_way_to_quantise_survives_a_schema(quant: QuantConfig) -> None:

@@ -161,6 +161,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.QuantConfig(granularity_v='channel')", "quant.granularity_v must be 'none' with"),
         ("ca.QuantConfig(symmetric=1)", "quant.symmetric must be True or False, got 1"),
         ("ca.QuantConfig(qk_bits=2)", "quant.qk_bits must be 8 or 4, got 2"),
+        ("ca.QuantConfig(rotate=True)", "quant.rotate must be None or 'hadamard', got True"),
         ("ca.QuantConfig(qk_bits=4, symmetric=False)", "quant.qk_bits=4 needs"),
         ("ca.QuantConfig(fused=True)", "quant.fused=True needs quant.smooth_k=False, got True: a"),
         ("ca.QuantConfig(scales=(1.0,))", "quant.scales must be 'dynamic' or a pair (q_scale,"),

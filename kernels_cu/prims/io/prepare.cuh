@@ -1,5 +1,6 @@
 // prepare.cuh -- preparation of rows of Q and K before they are quantised, in float32. QK_NORM
 // divides by their root mean square and applies weights. ROPE then rotates them by their positions.
+// QK_ROTATE multiplies them by an orthogonal matrix, which spreads a channel of large numbers.
 // Every operation is a named intrinsic with one IEEE rounding. So none is contracted, and all equal
 // NumPy's: cupyattn/problem/row_preparation.py does the same, bit for bit.
 #pragma once
@@ -8,7 +9,10 @@
 #include "prims/io/rope.cuh"
 #include "prims/instructions/warp.cuh"
 
-constexpr bool PREPARED = ROPE || QK_NORM;
+constexpr bool PREPARED = ROPE || QK_NORM || QK_ROTATE;
+static_assert(
+    !QK_ROTATE || HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256,
+    "QK_ROTATE takes HEAD_DIM 64, 128 or 256");
 constexpr float NOT_A_NUMBER = __builtin_bit_cast(float, 0x7fc00000u);
 
 // Part of the parameters of a kernel; empty if nothing is prepared.
@@ -134,6 +138,53 @@ struct PreparedRow {
   __device__ __forceinline__ void prepare(const Preparation& how, int row) {
     if constexpr (QK_NORM) normalise(how);
     turn(how, row);
+    if constexpr (QK_ROTATE) rotate();
+  }
+
+  // R0: multiplies the row by the matrix of cupyattn/quant/rotation.py. Columns whose number has
+  // an odd count of digits 3 in base 4 change their signs. Then butterflies combine columns whose
+  // numbers differ in one bit, from the lowest on. All lanes of the row take part.
+  // NOTE: the sign of a digit is applied in the butterflies of its lower bit, since the butterflies
+  // before combine columns that share it.
+  __device__ __forceinline__ void rotate() {
+    constexpr float UNIT = HEAD_DIM == 64    ? 0.125f
+                           : HEAD_DIM == 128 ? 0.08838834764831844055f
+                                             : 0.0625f;  // 1 / sqrt(HEAD_DIM)
+#pragma unroll
+    for (int bit = 1; bit < HEAD_DIM; bit *= 2)
+#pragma unroll
+      for (int access = 0; access < 2 * LANE_PAIRS; ++access)
+#pragma unroll
+        for (int j = 0; j < ROPE_PAIRS; ++j) combine(bit, access, j);
+#pragma unroll
+    for (int access = 0; access < 2 * LANE_PAIRS; ++access)
+#pragma unroll
+      for (int j = 0; j < ROPE_PAIRS; ++j) element(access, j) = __fmul_rn(element(access, j), UNIT);
+  }
+
+  // The butterfly of a number with the number whose column differs in one bit. Of two numbers of
+  // this lane, the first one has the turn.
+  __device__ __forceinline__ void combine(int bit, int access, int j) {
+    constexpr int OTHER_MEMBER = ROPE_INTERLEAVED ? ROPE_PAIRS : ANGLES;  // in the column's number
+    const int of_pair = ROPE_INTERLEAVED && bit > ROPE_PAIRS ? bit / 2 : bit;
+    const int lanes = of_pair / ROPE_PAIRS;                                 // between both
+    const bool minus = bit & 0x55555555 && (column(access) + j) & 2 * bit;  // of the second number
+    float& x = element(access, j);
+    if (bit != OTHER_MEMBER && bit >= ROPE_PAIRS && lanes < PAIR_LANES) {
+      const bool second = threadIdx.x & lanes;
+      if (minus && second) x = -x;
+      const float other = __shfl_xor_sync(FULL_WARP, x, lanes);
+      x = __fadd_rn(other, second ? -x : x);
+      return;
+    }
+    const int other_j = bit < ROPE_PAIRS ? j ^ bit : j;
+    const int other_access = bit == OTHER_MEMBER ? access ^ 1
+                             : bit >= ROPE_PAIRS ? access ^ 2 * (lanes / PAIR_LANES)
+                                                 : access;
+    if (other_access < access || other_j < j) return;
+    const float y = minus ? -element(other_access, other_j) : element(other_access, other_j);
+    element(other_access, other_j) = __fsub_rn(x, y);
+    x = __fadd_rn(x, y);
   }
 
   // Turns it by the angles of its position, unless !ROPE.
