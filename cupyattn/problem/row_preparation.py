@@ -430,7 +430,8 @@ class Preparation:
             )
         if self.rope is not None:
             q, k = self.rope.exact(q, k)
-        return (rotated(q), rotated(k)) if self.rotate else (q, k)
+        with np.errstate(invalid="ignore"):  # infinities
+            return (rotated(q), rotated(k)) if self.rotate else (q, k)
 
     def mean_of_products(self, x: Array, y: Array) -> Array:
         """Return the mean of x y over each row, (..., 1), in float32 and the order of `in_float32`.

@@ -319,3 +319,17 @@ def test_sequences_are_rotated_as_calls_of_their_own() -> None:
     o = attention(q, k, v, variant="fa_int8", quant=quant, lengths_kv=lengths)
     few = attention(q, k[:, :, :50], v[:, :, :50], variant="fa_int8", quant=quant)
     assert bits(o) == bits(few)
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_that_are_not_finite_spoil_what_shares_their_scale() -> None:
+    q, k, v = inputs(64)
+    q[0, 1, 3, 2], k[0, 0, 40, 1:3] = np.nan, np.inf
+    quant = QuantConfig(rotate=ROTATE)
+    z, mirror = (quantize(q, k, v, quant=quant, backend=b) for b in ("interpret", "mirror"))
+    for one in (z, mirror):
+        groups = np.isnan(one.q_scale), np.isnan(one.k_scale)
+        assert groups[0].sum() == groups[1].sum() == 1
+        assert groups[0][0, 1, 3 // one.group_q] and groups[1][0, 0, 40 // one.group_kv]
+    assert bits(mirror.q_codes) == bits(z.q_codes)
+    assert np.isnan(HOW.exact(q, k)[1][0, 0, 40]).any()  # inf - inf
