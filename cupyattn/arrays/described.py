@@ -37,6 +37,7 @@ _COPIES: dict[str, Callable[..., Any]] = {
     "filled": lambda x, value, *shape: _library(x).full(shape, value, x.dtype),
     "copied": lambda x: x.copy(),
     "negated": lambda x: -x,
+    "exchanged": lambda x, axis, *as_seen: exchanged_copy(x.reshape(as_seen), axis, x.shape),
     "padded": lambda x, width: padded_copy(x, width),
 }
 _STEPS = _VIEWS | _COPIES
@@ -259,6 +260,10 @@ class Described:
         """Describe a copy of the negated numbers."""
         return self._copied("negated")
 
+    def exchanged(self, axis: int, shape: tuple[int, ...]) -> Described:
+        """Describe a copy with both halves exchanged along an axis of length 2 of a shape."""
+        return self._copied("exchanged", axis, *shape)
+
     def _copied(self, step: str, *arguments: Any, **changed: Any) -> Described:
         shape, dtype = changed.get("shape", self.shape), changed.get("dtype", self.dtype)
         strides = _c_order(shape, dtype.itemsize)
@@ -381,6 +386,11 @@ def aligned_copy(array: Any) -> Any:
     shape, strides = (*array.shape, size), (*array.strides, 1)
     found = cupy.ndarray(shape, "uint8", array.data, strides).copy(order="C")
     return found.view(array.dtype).reshape(array.shape)
+
+
+def exchanged_copy(array: Any, axis: int, shape: tuple[int, ...]) -> Any:
+    """Copy an array with both halves of an axis exchanged, and return the copy in another shape."""
+    return _library(array).roll(array, 1, axis).reshape(shape)
 
 
 def padded_copy(array: Any, width: int) -> Any:

@@ -110,14 +110,15 @@ def turned_errors(x: Array, error: Array, rope: Rope, position: int) -> tuple[Ar
     """Return rows turned exactly, and the error of the same in float32, given a previous error."""
     xp = array_namespace(x)
     size, turned, carried = (xp.empty(x.shape, np.float64) for _ in range(3))
-    cos, sin = (as_float64(table) for table in rope.angles(x.shape[2], position))
+    numbers = (as_float64(table) for table in rope.angles(x.shape[2], position))
+    cos, other_cos, sin, other_sin = numbers
     (first, second), (of_first, of_second) = rope.split(x), rope.split(error)
     with np.errstate(invalid="ignore"):
         for sizes, values, errors, one, other, e, f in zip(
             rope.split(size), rope.split(turned), rope.split(carried),
-            (first * cos, second * cos), (-second * sin, first * sin),
-            (of_first * xp.abs(cos), of_second * xp.abs(cos)),
-            (of_second * xp.abs(sin), of_first * xp.abs(sin)), strict=True,
+            (first * cos, second * other_cos), (-second * sin, first * other_sin),
+            (of_first * xp.abs(cos), of_second * xp.abs(other_cos)),
+            (of_second * xp.abs(sin), of_first * xp.abs(other_sin)), strict=True,
         ):  # fmt: skip
             sizes[...], values[...] = xp.abs(one) + xp.abs(other), one + other
             errors[...] = e + f

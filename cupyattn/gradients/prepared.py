@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +58,7 @@ def back_exact(how: Preparation, q: Array, k: Array, dq: Array, dk: Array) -> Ba
     (True, [[2.546, 4.525]])
     """
     if how.rope is not None:
-        dq, dk = replace(how.rope, sin=-how.rope.sin).exact(dq, dk)
+        dq, dk = how.rope.back.exact(dq, dk)
     dq, dk = as_float64(dq), as_float64(dk)
     norm = how.norm
     if norm is None:
@@ -89,7 +88,7 @@ def back_mirror(how: Preparation, q: Array, k: Array, dq: Array, dk: Array) -> B
         if norm is not None:
             dq, dk = dq.astype(np.float32), dk.astype(np.float32)
         if how.rope is not None:
-            dq, dk = replace(how.rope, sin=-how.rope.sin).turned(dq, dk)
+            dq, dk = how.rope.back.turned(dq, dk)
         if norm is None:
             return Back(dq, dk, None, None)
         found, of_weights = [], []
@@ -133,8 +132,7 @@ def back_bound(
         dtype, dy, error = x.dtype.name, as_float64(dy), errors[number]
         xp = array_namespace(dy)
         if how.rope is not None:
-            back = replace(how.rope, sin=-how.rope.sin)
-            dy, error = turned_errors(dy, error, back, positions[number])
+            dy, error = turned_errors(dy, error, how.rope.back, positions[number])
         types = dtype, weight_dtypes[number]
         found.append(_of_rows(xp, as_float64(x), dy, error, weight, norm, types))
     (dq_terms, q_weight), (dk_terms, k_weight) = found

@@ -6,8 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 DTYPES = ("float16", "bfloat16", "float32")
-#: Pairs of columns of a rotary embedding: d and d + head_dim / 2, or 2 d and 2 d + 1.
-ROPE_PAIRS = ("half_split", "interleaved")
+#: Pairs of columns of a rotary embedding: d and d + head_dim / 2, or 2 d and 2 d + 1. Tables have a
+#: number for each pair; with `BY_COLUMN` behind, one for each column.
+BY_COLUMN = "_by_column"
+ROPE_PAIRS = ("half_split", "interleaved", "half_split_by_column", "interleaved_by_column")
 #: Types of P as an operand of P.V: numbers of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3", "16bit")
 #: Kinds of masks and biases in Hopper forms, in the order of MaskKind and BiasKind.
@@ -60,8 +62,9 @@ class Features:
     block_mask : (int, int)
         Query rows and key rows of a block of the block mask, which says to which blocks of keys a
         block of rows attends; (0, 0) without one.
-    rope : {"", "half_split", "interleaved"}
-        Which columns of Q and K form the pairs that the position of a row rotates; "" for none.
+    rope : str
+        Which columns of Q and K form the pairs that the position of a row rotates, of
+        `ROPE_PAIRS`; "" for none.
     varlen : bool
         Batch entries are sequences of different lengths, packed without padding.
     padded : bool

@@ -379,7 +379,7 @@ class _Backward(Operation):
         if prepared is not None:
             operands |= prepared.buffers
         if prepared is not None and prepared.rope is not None:
-            operands[SIN_BACK] = prepared.rope.sin.negated()
+            operands[SIN_BACK] = prepared.rope.back.sin
         layout, packed = forward.settings.layout, forward.call.packed is not None
         turned = prepared is not None and layout == "BSHD"  # rows come back in layout BHSD
         places, bias = _places(forward, operands, turned), arrays.get("bias")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cupyattn.kernels.features import BY_COLUMN
 from cupyattn.ops.attention import ATTENTION, resolved
 from cupyattn.ops.backward import plan_of, resolved_backward
 from cupyattn.plans.records import Plan
@@ -90,9 +91,11 @@ def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[s
     if call.qk_norm:
         lines += [f"qk_norm: rows of q and k are divided by their root mean square {where}"]
     if call.rope:
+        pairing = call.rope.removesuffix(BY_COLUMN)
+        numbers = "" if pairing == call.rope else ", by a cosine and a sine for each"
         lines += [
-            f"rope: {call.rope.replace('_', '-')} channels of q and k are turned {where}; query "
-            f"row i has the position i+{call.rope_offset_q}"
+            f"rope: {pairing.replace('_', '-')} channels of q and k are turned {where}{numbers}; "
+            f"query row i has the position i+{call.rope_offset_q}"
         ]
     return lines
 

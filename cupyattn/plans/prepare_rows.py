@@ -28,8 +28,8 @@ class Prepares:
     ----------
     name : {"q", "k"}
         The operand, whose weights are the buffer ``"q_norm_weight"`` or ``"k_norm_weight"``.
-    rope : {"", "half_split", "interleaved"}
-        Which channels are rotated as a pair; "" for none.
+    rope : str
+        Which channels are rotated as a pair (`Features.rope`); "" for none.
     position : int
         Position of row 0.
     vectors : int

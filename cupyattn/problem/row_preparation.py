@@ -21,7 +21,7 @@ from cupyattn.arrays.described import Described, check_together
 from cupyattn.arrays.interchange import operand
 from cupyattn.arrays.kinds import STORAGE, Array, array_namespace, as_float64
 from cupyattn.errors import shown
-from cupyattn.kernels.features import DTYPES
+from cupyattn.kernels.features import BY_COLUMN, DTYPES
 from cupyattn.kernels.limits import INT32_MAX, as_float
 
 #: Alignment in bytes of the tables on the device: one load reads four floats.
@@ -52,19 +52,23 @@ class Rope:
 
     Parameters
     ----------
-    cos, sin : (positions, head_dim / 2) array or Described, float32
-        Contiguous, aligned to 16 bytes.
+    cos, sin : (positions, head_dim / 2 or head_dim) array or Described, float32
+        A number for each pair of channels, or one for each channel. Contiguous, aligned to 16
+        bytes.
     interleaved : bool
         Angle d turns the channels 2 d and 2 d + 1 (GPT-J); otherwise d and d + head_dim / 2
         (GPT-NeoX).
     offset_q : int
         Query row i has the position ``i + offset_q``, key j the position j.
+    by_column : bool
+        Whether tables have a number for each channel.
     """
 
     cos: Any
     sin: Any
     interleaved: bool = False
     offset_q: int = 0
+    by_column: bool = False
 
     @classmethod
     def of(
@@ -75,8 +79,8 @@ class Rope:
         Parameters
         ----------
         rope : (Described, Described) or None
-            Cosines and sines, (positions, head_dim / 2) in float16, bfloat16 or float32, of one
-            kind: NumPy's or CuPy's.
+            Cosines and sines, (positions, head_dim / 2) or (positions, head_dim) in float16,
+            bfloat16 or float32, of one kind: NumPy's or CuPy's.
         interleaved : bool
         offset_q : int
         len_q, len_kv, head_dim : int
@@ -111,10 +115,11 @@ class Rope:
         if head_dim % 2:
             raise ValueError(f"rope turns pairs of channels: head_dim must be even, got {head_dim}")
         shapes = tuple(cos.shape), tuple(sin.shape)
-        if shapes[0] != shapes[1] or cos.ndim != 2 or shapes[0][1] != head_dim // 2:
+        widths = head_dim // 2, head_dim
+        if shapes[0] != shapes[1] or cos.ndim != 2 or shapes[0][1] not in widths:
             raise ValueError(
-                f"cos and sin of rope must both have shape (positions, head_dim / 2 = "
-                f"{head_dim // 2}), got {shapes[0]} and {shapes[1]}"
+                f"cos and sin of rope must both have shape (positions, head_dim / 2 = {widths[0]}) "
+                f"or (positions, head_dim = {head_dim}), got {shapes[0]} and {shapes[1]}"
             )
         for name, table in (("cos", cos), ("sin", sin)):
             if table.dtype not in STORAGE.values():
@@ -128,7 +133,8 @@ class Rope:
                 f"the tables of rope have {shapes[0][0]} positions, but rope_offset_q + len_q = "
                 f"{offset} + {len_q} and len_kv = {len_kv} are needed: give longer tables"
             )
-        return cls(aligned_table(cos), aligned_table(sin), bool(interleaved), offset)
+        tables = aligned_table(cos), aligned_table(sin)
+        return cls(*tables, bool(interleaved), offset, by_column=shapes[0][1] == head_dim)
 
     @classmethod
     def of_arrays(cls, rope: Any, *others: Any) -> Rope | None:
@@ -138,12 +144,27 @@ class Rope:
         tables = [operand(name, x) for name, x in zip(("cos", "sin"), rope, strict=True)]
         found: Any = cls.of(tuple(map(Described.of, ("cos", "sin"), tables)), *others)
         cos, sin = (x.bound(own) for x, own in zip((found.cos, found.sin), tables, strict=True))
-        return cls(cos, sin, found.interleaved, found.offset_q)
+        return replace(found, cos=cos, sin=sin)
 
     @property
     def pairs(self) -> str:
         """The pairing of channels, as in `cupyattn.kernels.features.Features.rope`."""
-        return "interleaved" if self.interleaved else "half_split"
+        pairing = "interleaved" if self.interleaved else "half_split"
+        return pairing + BY_COLUMN if self.by_column else pairing
+
+    @property
+    def back(self) -> Rope:
+        """The transposed rotation, which gradients take: each sine is negated.
+
+        A sine of a channel is then of the other channel of its pair.
+        """
+        given = self.sin if isinstance(self.sin, Described) else Described.of("sin", self.sin)
+        sin = given.negated()
+        if self.by_column:
+            positions, half = sin.shape[0], sin.shape[1] // 2
+            pairs = (2, (positions, half, 2)) if self.interleaved else (1, (positions, 2, half))
+            sin = sin.exchanged(*pairs)
+        return replace(self, sin=sin if given is self.sin else sin.bound(self.sin))
 
     def turned(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K as the kernels turn them.
@@ -166,7 +187,8 @@ class Rope:
 
             x' = fl(fl(x c) - fl(y s))    y' = fl(fl(y c) + fl(x s))
 
-        and then both are rounded to the storage type.
+        and then both are rounded to the storage type. With numbers for each channel, x' takes c
+        and s of the channel of x, and y' of the channel of y.
         """
         return self._turn(q, self.offset_q), self._turn(k, 0)
 
@@ -174,10 +196,14 @@ class Rope:
         """Return Q and K turned by the same tables in float64."""
         return self._turn(q, self.offset_q, exact=True), self._turn(k, 0, exact=True)
 
-    def angles(self, length: int, position: int) -> tuple[Array, Array]:
-        """Return cosines and sines of `length` rows from a position on: (length, head_dim / 2)."""
+    def angles(self, length: int, position: int) -> tuple[Array, Array, Array, Array]:
+        """Return cosines, then sines, of `length` rows from a position on.
+
+        Both are of the first and of the second channel of each pair: (length, head_dim / 2).
+        """
         rows = slice(position, position + length)
-        return self.cos[rows], self.sin[rows]
+        cos, sin = self.cos[rows], self.sin[rows]
+        return (*self.split(cos), *self.split(sin)) if self.by_column else (cos, cos, sin, sin)
 
     def split(self, x: Array) -> tuple[Array, Array]:
         """Return views of the first and of the second channel of each pair."""
@@ -188,15 +214,16 @@ class Rope:
 
     def _turn(self, x: Array, position: int, *, exact: bool = False) -> Array:
         """Turn rows in float32 and store them in their type; with `exact`, all in float64."""
-        xp, (cos, sin) = array_namespace(x), self.angles(x.shape[2], position)
+        xp, numbers = array_namespace(x), self.angles(x.shape[2], position)
         if exact:
-            x, cos, sin = map(as_float64, (x, cos, sin))
+            x, *numbers = map(as_float64, (x, *numbers))
+        cos, other_cos, sin, other_sin = numbers
         first, second = (a if exact else a.astype(np.float32) for a in self.split(x))
         out = xp.empty(x.shape, x.dtype)
         one, other = self.split(out)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             one[...] = (first * cos - second * sin).astype(x.dtype)  # R0
-            other[...] = (second * cos + first * sin).astype(x.dtype)
+            other[...] = (second * other_cos + first * other_sin).astype(x.dtype)
         return out
 
 

@@ -22,8 +22,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void rope(
   elem_t* Y = block.in_contiguous(static_cast<elem_t*>(p.Y));  // [rows, HEAD_DIM]
   for (int i = thread_id(); i < block.rows * ROPE_ACCESSES; i += NUM_THREADS) {
     const int row = i / ROPE_ACCESSES, pair0 = i % ROPE_ACCESSES * ROPE_PAIRS;
-    const int64_t angle = int64_t(p.position + block.row0 + row) * ANGLES + pair0;
     RopePairs<elem_t> pairs;
+    const int64_t angle =
+        int64_t(p.position + block.row0 + row) * ROPE_TABLE + pairs.table_column(pair0);
     pairs.load(X + row * p.X_stride.len, pair0);
     pairs.turn(p.cos + angle, p.sin + angle);
 #pragma unroll

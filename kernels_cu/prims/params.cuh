@@ -43,8 +43,8 @@ struct AttnParams {
   const int32_t* kept_blocks;   // [batch, heads, q_blocks, 1 + kv_blocks]: how many blocks of keys
                                 // are kept, then which, rising; not read unless BLOCK_MASK
   Strides kept_stride;          // len: from one block of query rows to the next
-  const float* rope_cos;        // [positions, HEAD_DIM / 2], key j at j; not read unless ROPE
-  const float* rope_sin;        // [positions, HEAD_DIM / 2]
+  const float* rope_cos;        // [positions, ROPE_TABLE], key j at j; not read unless ROPE
+  const float* rope_sin;        // [positions, ROPE_TABLE]
   int32_t rope_offset_q;        // query row i has the position i + rope_offset_q
   const int32_t* cu_seqlens_q;  // [batch + 1], not read unless VARLEN: sequence i is the rows from
   const int32_t* cu_seqlens_k;  // [batch + 1], element i up to i + 1; len_q, len_kv: the longest.

@@ -24,7 +24,7 @@ from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
-from cupyattn.kernels.features import DTYPES, Features
+from cupyattn.kernels.features import BY_COLUMN, DTYPES, ROPE_PAIRS, Features
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.ops.attention import resolved
 from cupyattn.plans.prepare_rows import Prepares, plan_preparation
@@ -35,7 +35,15 @@ from cupyattn.reference.exact import attention_exact
 from tests.support import runs
 from tests.support.marks import slow
 from tests.support.planned import plan_attention
-from tests.support.runs import RUNGS, bits, embedded, normal, rope_tables, variant_of
+from tests.support.runs import (
+    RUNGS,
+    bits,
+    column_tables,
+    embedded,
+    normal,
+    rope_tables,
+    variant_of,
+)
 
 #: Several tiles of every portable rung, and a tail.
 LEN_Q, LEN_KV, HEAD_DIM = 37, 50, 16
@@ -141,7 +149,7 @@ def special(x: np.ndarray) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("pairs", ["half_split", "interleaved"])
+@pytest.mark.parametrize("pairs", ROPE_PAIRS)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "pad"),
     [
@@ -153,8 +161,9 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: s
     x = special(normal((2, 2, 70, head_dim), (1, 1, 1, head_dim), dtype)[0])
     laid = embedded(x, pad) if pad else x.swapaxes(0, 1)
     x = x if pad else np.ascontiguousarray(laid)
-    tables = rope_tables(80, head_dim)
-    rope = Rope.of_arrays(tables, pairs == "interleaved", 9, 70, 0, head_dim)
+    tables = (column_tables if pairs.endswith(BY_COLUMN) else rope_tables)(80, head_dim)
+    rope = Rope.of_arrays(tables, pairs.startswith("interleaved"), 9, 70, 0, head_dim)
+    assert rope.pairs == pairs
     made = plan_preparation(Operand.of(laid), dtype, Prepares("q", pairs, 9))
     turned = np.empty(x.shape, x.dtype)
     buffers = {"x": laid, "rope_cos": rope.cos, "rope_sin": rope.sin}
@@ -169,7 +178,7 @@ def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: s
 def test_the_pass_spills_nothing_and_stores_whole_accesses() -> None:
     for dtype in DTYPES:
         x = Operand.contiguous((1, 1, 8, 128), STORAGE[dtype].itemsize)
-        for pairs in ("half_split", "interleaved"):
+        for pairs in ROPE_PAIRS:
             (one,) = plan_preparation(x, dtype, Prepares("q", pairs)).launches
             binary = kc.build(one.module, "sm_80")
             taken = binary.kernels["rope"]
@@ -389,6 +398,7 @@ def test_features_carry_it() -> None:
     assert Features("float16", 8).defines()["CFG_ROPE"] == 0
     assert Features("float16", 8, rope="half_split").defines()["CFG_ROPE"] == 1
     assert Features("float16", 8, rope="interleaved").defines()["CFG_ROPE"] == 2
+    assert Features("float16", 8, rope="interleaved_by_column").defines()["CFG_ROPE"] == 4
     with pytest.raises(ValueError, match="features.rope must be '' or one of"):
         Features("float16", 8, rope="neox")
 
@@ -403,8 +413,11 @@ COS, SIN = TABLES
         ({"rope": (COS,)}, TypeError, "rope must be a pair (cos, sin) of arrays"),
         ({"rope": (COS, [1.0])}, TypeError, "sin must be a NumPy or CuPy array"),
         ({"rope": (COS, SIN[:30])}, ValueError, "got (90, 8) and (30, 8)"),
-        ({"rope": (COS[:, :4], SIN[:, :4])}, ValueError, "head_dim / 2 = 8), got (90, 4)"),
-        ({"rope": (COS[0], SIN[0])}, ValueError, "(positions, head_dim / 2 = 8), got (8,)"),
+        (
+            {"rope": (COS[:, :4], SIN[:, :4])}, ValueError,
+            "(positions, head_dim / 2 = 8) or (positions, head_dim = 16), got (90, 4)",
+        ),
+        ({"rope": (COS[0], SIN[0])}, ValueError, "(positions, head_dim = 16), got (8,) and (8,)"),
         (
             {"rope": (COS.astype(np.float64), SIN.astype(np.float64))}, TypeError,
             "cos of rope must be one of float16, bfloat16, float32, got float64",

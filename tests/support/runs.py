@@ -166,6 +166,7 @@ def revealing(
     tables = rope_tables(max(len_q, len_kv) + 9, 64)
     yield (q, k, v), {"rope": tables, "rope_offset_q": 9}
     yield (q, k, v), {"rope": tables, "rope_interleaved": True, "causal": True}
+    yield (q, k, v), {"rope": column_tables(max(len_q, len_kv), 64)}
 
 
 def rope_tables(positions: int, head_dim: int, dtype: str = "float32") -> tuple[Any, Any]:
@@ -173,6 +174,18 @@ def rope_tables(positions: int, head_dim: int, dtype: str = "float32") -> tuple[
     frequencies = 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
     angles = np.arange(positions)[:, None] * frequencies
     return np.cos(angles).astype(STORAGE[dtype]), np.sin(angles).astype(STORAGE[dtype])
+
+
+def column_tables(positions: int, head_dim: int, seed: int = 0) -> tuple[Any, Any]:
+    """Tables of numbers for each column, no two of a pair equal, some of them larger than 1."""
+    numbers = np.random.default_rng(seed).uniform(-1.5, 1.5, (2, positions, head_dim))
+    return tuple(numbers.astype(np.float32))
+
+
+def widened(tables: tuple[Any, Any], interleaved: bool) -> tuple[Any, Any]:
+    """Return tables of numbers for each column that repeat the number of each pair."""
+    one, other = (np.repeat(x, 2, 1) if interleaved else np.tile(x, 2) for x in tables)
+    return one, other
 
 
 def revealing_splits() -> Iterator[tuple[Arrays, dict[str, Any]]]:

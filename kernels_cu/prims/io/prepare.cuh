@@ -16,7 +16,7 @@ template <bool>
 struct PrepareParams {};
 template <>
 struct PrepareParams<true> {
-  const float* cos;  // [positions, ANGLES]; not read unless ROPE
+  const float* cos;  // [positions, ROPE_TABLE]; not read unless ROPE
   const float* sin;
   const float* weight;         // [heads, HEAD_DIM]; not read unless QK_NORM
   int64_t weight_stride_head;  // 0 shares one vector
@@ -74,13 +74,13 @@ constexpr int LANE_PAIRS = ceil_div(ANGLES == 0 ? 1 : ROPE_ACCESSES, PAIR_LANES)
 
 // Addresses of weights and tables for the rows of one (batch, head).
 struct Preparation {
-  const float* cos;     // [rows, ANGLES], from the first row of this block on
-  const float* sin;     // [rows, ANGLES]
+  const float* cos;     // [rows, ROPE_TABLE], from the first row of this block on
+  const float* sin;     // [rows, ROPE_TABLE]
   const float* weight;  // [HEAD_DIM]
   float eps;
   __device__ __forceinline__ Preparation(const PrepareParams<true>& p, int64_t head, int row0)
-      : cos(p.cos + int64_t(p.position + row0) * ANGLES),
-        sin(p.sin + int64_t(p.position + row0) * ANGLES),
+      : cos(p.cos + int64_t(p.position + row0) * ROPE_TABLE),
+        sin(p.sin + int64_t(p.position + row0) * ROPE_TABLE),
         weight(p.weight + head * p.weight_stride_head),
         eps(p.eps) {}
 };
@@ -143,8 +143,8 @@ struct PreparedRow {
       for (int i = 0; i < LANE_PAIRS; ++i)
         if (pair0(i) < ANGLES)
           of[i].turn(
-              how.cos + int64_t(row) * ANGLES + pair0(i),
-              how.sin + int64_t(row) * ANGLES + pair0(i));
+              how.cos + int64_t(row) * ROPE_TABLE + of[i].table_column(pair0(i)),
+              how.sin + int64_t(row) * ROPE_TABLE + of[i].table_column(pair0(i)));
   }
 
   // The mean over the row of what term(i, j) returns for pair j of access i, of its two members

@@ -12,8 +12,8 @@
 struct RopeParams {
   const void* X;     // [batch, heads, length, HEAD_DIM], the operand
   void* Y;           // [batch, heads, length, HEAD_DIM], contiguous: X, every row turned
-  const float* cos;  // [positions, ANGLES]
-  const float* sin;  // [positions, ANGLES]
+  const float* cos;  // [positions, ROPE_TABLE]
+  const float* sin;  // [positions, ROPE_TABLE]
   Strides X_stride;
   int32_t heads;
   int32_t length;
@@ -23,50 +23,66 @@ struct RopeParams {
 };
 
 constexpr int ANGLES = HEAD_DIM / 2;  // of one position, a pair of columns each
+constexpr int ROPE_TABLE = ROPE_BY_COLUMN ? HEAD_DIM : ANGLES;  // numbers of a position in a table
 // Pairs that a thread takes at a time, as two accesses of so many elements.
 constexpr int ROPE_PAIRS = greatest_common_divisor(VEC, ANGLES);
 constexpr int ROPE_ACCESSES = ANGLES / ROPE_PAIRS;  // per row
 
-// ROPE_PAIRS pairs of a row, in the order of their columns.
-template <typename T>
+// N pairs of a row, in the order of their columns.
+template <typename T, int N = ROPE_PAIRS>
 struct RopePairs {
-  Vec<T, ROPE_PAIRS> x[2];
+  Vec<T, N> x[2];
 
   // Column of each of the two accesses for pairs pair0, pair0 + 1, ...
   static __device__ __forceinline__ int column(int access, int pair0) {
-    if constexpr (ROPE_INTERLEAVED) return 2 * pair0 + access * ROPE_PAIRS;
+    if constexpr (ROPE_INTERLEAVED) return 2 * pair0 + access * N;
     return pair0 + access * ANGLES;
   }
 
   __device__ __forceinline__ void load(const T* row, int pair0) {
 #pragma unroll
-    for (int a = 0; a < 2; ++a)
-      x[a] = *reinterpret_cast<const Vec<T, ROPE_PAIRS>*>(row + column(a, pair0));
+    for (int a = 0; a < 2; ++a) x[a] = *reinterpret_cast<const Vec<T, N>*>(row + column(a, pair0));
   }
 
   __device__ __forceinline__ T& first(int pair) {
-    if constexpr (ROPE_INTERLEAVED) return x[2 * pair / ROPE_PAIRS].v[2 * pair % ROPE_PAIRS];
+    if constexpr (ROPE_INTERLEAVED) return x[2 * pair / N].v[2 * pair % N];
     return x[0].v[pair];
   }
   __device__ __forceinline__ T& second(int pair) {
-    if constexpr (ROPE_INTERLEAVED)
-      return x[(2 * pair + 1) / ROPE_PAIRS].v[(2 * pair + 1) % ROPE_PAIRS];
+    if constexpr (ROPE_INTERLEAVED) return x[(2 * pair + 1) / N].v[(2 * pair + 1) % N];
     return x[1].v[pair];
+  }
+
+  // Where a row of a table has the first number of pair pair0.
+  static __device__ __forceinline__ int table_column(int pair0) {
+    return ROPE_BY_COLUMN ? column(0, pair0) : pair0;
+  }
+
+  // Numbers of a row of a table for pairs pair0, pair0 + 1, ...: one for both columns of a pair,
+  // unless ROPE_BY_COLUMN.
+  __device__ __forceinline__ void load_table(const float* row, int pair0) {
+    if constexpr (ROPE_BY_COLUMN) {
+      load(row, pair0);
+    } else {
+      const auto numbers = *reinterpret_cast<const Vec<float, N>*>(row + pair0);
+#pragma unroll
+      for (int i = 0; i < N; ++i) first(i) = second(i) = numbers.v[i];
+    }
   }
 
   // Rotates the pairs by their angles, whose cosines and sines begin at cos[0] and sin[0].
   __device__ __forceinline__ void turn(const float* cos, const float* sin) {
-    constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
+    constexpr int WIDTH = N < 4 ? N : 4;  // floats per access
 #pragma unroll
-    for (int i = 0; i < ROPE_PAIRS; i += WIDTH) {
-      const auto c = *reinterpret_cast<const Vec<float, WIDTH>*>(cos + i);
-      const auto s = *reinterpret_cast<const Vec<float, WIDTH>*>(sin + i);
+    for (int i = 0; i < N; i += WIDTH) {
+      RopePairs<float, WIDTH> c, s;
+      c.load_table(cos, i), s.load_table(sin, i);
 #pragma unroll
       for (int j = 0; j < WIDTH; ++j) {
         T &a = first(i + j), &b = second(i + j);
         const float x = to_float(a), y = to_float(b);
-        a = from_float<T>(__fsub_rn(__fmul_rn(x, c.v[j]), __fmul_rn(y, s.v[j])));  // R0
-        b = from_float<T>(__fadd_rn(__fmul_rn(y, c.v[j]), __fmul_rn(x, s.v[j])));  // R0
+        a = from_float<T>(__fsub_rn(__fmul_rn(x, c.first(j)), __fmul_rn(y, s.first(j))));    // R0
+        b = from_float<T>(__fadd_rn(__fmul_rn(y, c.second(j)), __fmul_rn(x, s.second(j))));  // R0
       }
     }
   }
@@ -85,7 +101,7 @@ __device__ __forceinline__ void load_placed_f32(
       const int row = i / ROPE_ACCESSES, pair0 = i % ROPE_ACCESSES * ROPE_PAIRS;
       RopePairs<T> pairs = {};
       if (row < rows_valid) {
-        const int64_t angle = int64_t(position + row) * ANGLES + pair0;
+        const int64_t angle = int64_t(position + row) * ROPE_TABLE + pairs.table_column(pair0);
         pairs.load(global + row * stride, pair0);
         pairs.turn(p.rope_cos + angle, p.rope_sin + angle);
       }
