@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from cupyattn.interop.torch.graph_nodes import insert, insert_call, same, value_of, wide
-from cupyattn.interop.torch.prologues import Prologue, normed
+from cupyattn.interop.torch.prologues import Prologue, norm_of
 from cupyattn.interop.torch.rotations import (
     Rotation,
     Tables,
@@ -174,7 +174,7 @@ def _normed(rows: _Rows) -> _Rows | None:
         return None
     below = _permuted(rows.parts[0], rows.axes)
     [end] = below.parts
-    norm = normed(end)
+    norm = norm_of(end)
     if norm is None or norm.norm != "rms" or norm.weight is None:
         return None
     if any(x is not None for x in norm.vectors[1:]):

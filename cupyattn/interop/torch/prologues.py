@@ -82,9 +82,9 @@ def prologue_of(end: Node) -> Prologue | None:
     if found is None and end.target is CONVERT and only_reader(source := end.args[0]) is end:
         found = activation_before(source)
     if found is None:
-        return normed(end)
+        return norm_of(end)
     start, activation = found
-    if activated(start) is not None and (normed := normed(start, end)) is not None:
+    if activated(start) is not None and (normed := norm_of(start, end)) is not None:
         return normed._replace(activation=activation)
     x, halves = unconverted(start), 1 + (activation in GLU)
     ours = start.target is torch.ops.cupyattn.int8_linear.default
@@ -119,7 +119,7 @@ def smoothed(graph: Graph, found: Prologue, factors: Node) -> Prologue:
     )  # fmt: skip
 
 
-def normed(node: Node, end: Node | None = None) -> Prologue | None:
+def norm_of(node: Node, end: Node | None = None) -> Prologue | None:
     """Return the norm and the modulation that make a node, for rows of the type of `end`.
 
     Parameters

@@ -19,7 +19,11 @@ from torch.fx import Graph, Node
 from cupyattn.interop.torch.graph_nodes import CONVERT, insert, same, unconverted, value_of
 
 _aten = torch.ops.aten
-_RESHAPES = (_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+#: Operators that change the shape only. A reshape may copy; Inductor has it in place of views.
+_RESHAPES = (
+    _aten.view.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim,
+    _aten.squeeze.dims,
+)  # fmt: skip
 _VIEWS = (*_RESHAPES, _aten.select.int, _aten.slice.Tensor, _aten.permute.default)
 _SPLITS = (_aten.unbind.int, _aten.split.Tensor, _aten.split_with_sizes.default)
 
@@ -158,7 +162,17 @@ def _viewed(node: Node) -> Node | None:
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and source.target in _SPLITS:
         return source.args[0]
-    return source if node.target in _VIEWS else None
+    if node.target not in _VIEWS or (node.target is _aten.reshape.default and _copies(node)):
+        return None
+    return source
+
+
+def _copies(reshape: Node) -> bool:
+    try:
+        value_of(reshape.args[0]).view(value_of(reshape).shape)
+    except (RuntimeError, ValueError):
+        return True
+    return False
 
 
 def _memory_of(node: Node) -> tuple[Node, str]:
