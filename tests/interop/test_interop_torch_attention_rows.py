@@ -44,6 +44,15 @@ def rows(count: int = 3) -> list[Any]:
     return [tensors(BATCH, LENGTH, HEADS, WIDTH, seed=n) for n in range(count)]
 
 
+def flat(*given: Any) -> list[Any]:
+    """Rows as a layer returns them, (batch, len, heads x head_dim)."""
+    return [x.flatten(2) for x in given]
+
+
+def of_heads(*given: Any) -> list[Any]:
+    return [x.unflatten(2, (HEADS, WIDTH)) for x in given]
+
+
 def angles(length: int = LENGTH, seed: int = 9) -> tuple[Any, Any]:
     """Cosines and sines of a random angle for each pair, (length, WIDTH / 2), float32."""
     found = tensors(length, WIDTH // 2, dtype=torch.float64, seed=seed)
@@ -180,10 +189,12 @@ def test_lengths_may_be_dynamic(name: str) -> None:
     rotate, tables_of, given_of, interleaved = FORMS[name]
     q, k, v = rows()
     cos, sin = angles()
-    found, graphs = run(
-        lambda q, k, v, *t: attend(rotate(q, *t), rotate(k, *t), v), q, k, v,
-        *tables_of(cos, sin), dynamic=True,
-    )  # fmt: skip
+
+    def function(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        q, k, v = of_heads(q, k, v)
+        return attend(rotate(q, *tables), rotate(k, *tables), v)
+
+    found, graphs = run(function, *flat(q, k, v), *tables_of(cos, sin), dynamic=True)
     assert is_taken(graphs) == [(True, False)]
     own = {"rope": (given_of(cos), given_of(sin)), "rope_interleaved": interleaved}
     assert torch.equal(found, expected(q, k, v, **own))
@@ -279,6 +290,7 @@ def test_parts_with_tables_of_their_own_are_rotated_together(dynamic: bool) -> N
     norms = [norm(normalization.RMSNorm, seed) for seed in range(4)]
 
     def function(text: Any, image: Any, *tables: Any) -> Any:
+        text, image = of_heads(*text), of_heads(*image)
         parts = [
             [rotate(norms[2 * of + i](x), table) for i, x in enumerate(own[:2])]
             for of, (own, table) in enumerate(zip((text, image), tables, strict=True))
@@ -287,7 +299,7 @@ def test_parts_with_tables_of_their_own_are_rotated_together(dynamic: bool) -> N
         return attend(q, k, torch.cat((text[2], image[2]), 1))
 
     tables = [tables_of(*own)[0] for own in angle]
-    found, graphs = run(function, text, image, *tables, dynamic=dynamic)
+    found, graphs = run(function, flat(*text), flat(*image), *tables, dynamic=dynamic)
     assert is_taken(graphs) == [(True, False)]
     assert graphs.names().count("aten.rsqrt.default") == 4
     q, k = (
@@ -309,15 +321,16 @@ def test_a_part_that_is_not_rotated_is_turned_by_nothing(one_norm: bool, dynamic
     norms = [norm(normalization.RMSNorm, seed) for seed in (3, 4)]
 
     def function(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        q, k, v = of_heads(q, k, v)
         if one_norm:
             q, k = norms[0](q), norms[1](k)
         parts = ((rotate(x[:, :-5], *tables), x[:, -5:]) for x in (q, k))
         return attend(*(torch.cat(pair, 1) for pair in parts), v)
 
-    found, graphs = run(function, q, k, v, *tables_of(cos, sin), dynamic=dynamic)
+    found, graphs = run(function, *flat(q, k, v), *tables_of(cos, sin), dynamic=dynamic)
     assert is_taken(graphs) == [(True, one_norm)]
-    [own] = arguments(graphs)
-    assert own["q"].args[0].op == "placeholder"  # of both parts
+    joined = [n for n in graphs[-1].graph.nodes if n.target is torch.ops.aten.cat.default]
+    assert {n.meta["val"].dtype for n in joined} == {torch.float32}  # tables alone
     whole = (torch.cat([given_of(x), torch.full((5, WIDTH), n)]) for x, n in ((cos, 1), (sin, 0)))
     options: Any = {"rope": tuple(whole), "rope_interleaved": True}
     if one_norm:
@@ -415,31 +428,33 @@ def test_a_rotation_that_attention_does_not_have_stays(name: str) -> None:
     assert is_taken(graphs) == [(True, False)]
 
 
+FIRST, SECOND = (norm(torch.nn.RMSNorm, seed) for seed in (3, 4))
+CLOSER, ACROSS = norm(torch.nn.RMSNorm, eps=1e-6), tensors(HEADS * WIDTH)
+
+
+def across_heads(x: Any) -> Any:
+    y = torch.nn.functional.rms_norm(x.flatten(2), (HEADS * WIDTH,), ACROSS, eps=1e-5)
+    return y.unflatten(2, (HEADS, WIDTH))
+
+
 def read_elsewhere(q: Any, k: Any) -> Any:
-    q = norm(torch.nn.RMSNorm)(q)
-    return q, norm(torch.nn.RMSNorm)(k), q
+    q = FIRST(q)
+    return q, SECOND(k), q
 
 
 #: Norms that stay in front of attention: q, k and further results.
 OTHER_NORMS: dict[str, Callable[..., Any]] = {
     "the normalised rows have another reader": read_elsewhere,
-    "q alone": lambda q, k: (norm(torch.nn.RMSNorm)(q), k),
-    "another eps for k": lambda q, k: (
-        norm(torch.nn.RMSNorm)(q), norm(torch.nn.RMSNorm, eps=1e-6)(k)
-    ),
-    "no weights": lambda q, k: tuple(
+    "q alone": lambda q, k: (FIRST(q), k),
+    "another eps for k": lambda q, k: (FIRST(q), CLOSER(k)),
+    "no weights": lambda q, k: [
         torch.nn.functional.rms_norm(x, (WIDTH,), eps=1e-5) for x in (q, k)
-    ),
-    "across heads": lambda q, k: tuple(
-        torch.nn.functional.rms_norm(
-            x.flatten(2), (HEADS * WIDTH,), tensors(HEADS * WIDTH), eps=1e-5
-        ).unflatten(2, (HEADS, WIDTH))
-        for x in (q, k)
-    ),
-    "LayerNorm": lambda q, k: tuple(
-        torch.nn.functional.layer_norm(x, (WIDTH,), tensors(WIDTH), eps=1e-5) for x in (q, k)
-    ),
-}  # fmt: skip
+    ],
+    "across heads": lambda q, k: (across_heads(q), across_heads(k)),
+    "LayerNorm": lambda q, k: [
+        torch.nn.functional.layer_norm(x, (WIDTH,), FIRST.weight, eps=1e-5) for x in (q, k)
+    ],
+}
 
 
 @pytest.mark.parametrize("rope", [False, True])

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from cupyattn.interop.torch.graph_nodes import insert, insert_call, same, value_of, wide
+from cupyattn.interop.torch.graph_nodes import (
+    are_alone,
+    insert,
+    insert_call,
+    is_length,
+    same,
+    value_of,
+    wide,
+)
 from cupyattn.interop.torch.prologues import Prologue, norm_of
 from cupyattn.interop.torch.rotations import (
     Rotation,
@@ -64,7 +72,7 @@ class _Rows(NamedTuple):
     @property
     def rotation(self) -> tuple[Any, ...]:
         """Equal for rows that are rotated in the same way."""
-        lengths = [value_of(x).shape[self.axis] for x in self.parts if len(self.tables) > 1]
+        lengths = [str(value_of(x).shape[self.axis]) for x in self.parts if self.tables[1:]]
         return self.interleaved, *lengths, *(_key(x) for x in self.tables)
 
     @property
@@ -196,15 +204,10 @@ def _are_alone(ends: Sequence[Node], rows: Sequence[_Rows]) -> bool:
     nodes = [*ends]
     while nodes:
         node = nodes.pop()
-        if node not in inner and node not in leaves and _is_computed(node):
+        if node not in inner and node not in leaves and not is_length(node):
             inner.add(node)
             nodes += node.all_input_nodes
-    return all(set(node.users) <= inner for node in inner if node not in ends)
-
-
-def _is_computed(node: Node) -> bool:
-    """Whether a node has tensors; lengths have other readers."""
-    return not isinstance(value_of(node), (int, torch.SymInt))
+    return are_alone(inner, ends)
 
 
 # ---- the new call --------------------------------------------------------------------------------

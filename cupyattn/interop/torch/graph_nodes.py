@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def is_row_of_factors(gate: Any, like: Any) -> bool:
     while groups < len(own) and same(own[groups : groups + 1], of[groups : groups + 1]):
         groups += 1
     return same(own[groups:], [1] * (len(own) - groups))
+
+
+def is_length(node: Node) -> bool:
+    """Whether a node computes a length, which reads no numbers of tensors."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
+def are_alone(nodes: set[Node], ends: Collection[Node]) -> bool:
+    """Whether nodes have no readers but each other, except the ends."""
+    inner = (node for node in nodes if node not in ends)
+    return all(user in nodes or is_length(user) for node in inner for user in node.users)
 
 
 def only_reader(node: Node | None) -> Any:

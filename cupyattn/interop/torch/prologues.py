@@ -19,6 +19,7 @@ from cupyattn.interop.torch.activation_nodes import activated, activation_before
 from cupyattn.interop.torch.graph_nodes import (
     CONVERT,
     FLOATS,
+    are_alone,
     insert,
     is_float,
     is_row_of_factors,
@@ -134,8 +135,7 @@ def norm_of(node: Node, end: Node | None = None) -> Prologue | None:
         return None
     core, steps, between = found
     inner = core.inner | between
-    alone = all(set(one.users) <= inner for one in inner if one is not node)
-    if not alone or value_of(core.x).dtype != value_of(end or node).dtype:
+    if not are_alone(inner, [node]) or value_of(core.x).dtype != value_of(end or node).dtype:
         return None
     vectors = _vectors(steps)
     return None if vectors is None else Prologue(core.x, core.norm, core.eps, *vectors)

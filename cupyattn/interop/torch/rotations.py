@@ -112,7 +112,7 @@ def insert_tables(graph: Graph, tables: Tables, head_dim: int) -> tuple[Node, No
         pairs = [call(_aten.cat.default, four[own], -1) for own in (slice(0, 4, 3), slice(1, 3))]
         found = [flat(pair, head_dim) for pair in pairs]
     else:
-        found = [flat(node, value_of(node).shape[-1]) for node in nodes]
+        found = [flat(node, head_dim // tables.channels) for node in nodes]
     cos, sin = (
         x if value_of(x).is_contiguous()
         else call(_aten.clone.default, x, memory_format=torch.contiguous_format)
