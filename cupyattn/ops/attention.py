@@ -104,9 +104,10 @@ def attention(
         A row whose biases all overflow is then zeros, with lse = -inf; other forms return the mean
         of v. For padding give `mask`, or a bias of about -1e4.
     rope : (array, array), optional
-        Cosines and sines, ``(positions, head_dim / 2)`` in float32, float16 or bfloat16. They
-        rotate rows of Q and K by their positions; key i has position i. The result is attention of
-        the rotated operands, rounded to their type
+        Cosines and sines in float32, float16 or bfloat16: ``(positions, head_dim / 2)``, a number
+        for each pair of channels, or ``(positions, head_dim)``, one for each channel. They rotate
+        rows of Q and K by their positions; key i has position i. The result is attention of the
+        rotated operands, rounded to their type
         (`cupyattn.problem.row_preparation.Rope.turned`). q and k are not modified.
     rope_interleaved : bool
         Angle d rotates channels 2 d and 2 d + 1; otherwise d and d + head_dim / 2.

@@ -90,8 +90,8 @@ class AttentionSpec:
     block_mask : (int, int)
         Rows and keys of a block of the block mask; (0, 0) without one.
     rope : str
-        Which columns of Q and K a rotary embedding rotates as a pair (`Features.rope`); "" for
-        none.
+        Which columns of Q and K a rotary embedding rotates as a pair, and by which tables
+        (`Features.rope`); "" for none.
     rope_offset_q : int
         Query row i has the position ``i + rope_offset_q``, key j the position j.
     qk_norm : bool

@@ -144,7 +144,7 @@ class Rope:
         tables = [operand(name, x) for name, x in zip(("cos", "sin"), rope, strict=True)]
         found: Any = cls.of(tuple(map(Described.of, ("cos", "sin"), tables)), *others)
         cos, sin = (x.bound(own) for x, own in zip((found.cos, found.sin), tables, strict=True))
-        return replace(found, cos=cos, sin=sin)
+        return cls(cos, sin, found.interleaved, found.offset_q, found.by_column)
 
     @property
     def pairs(self) -> str:
@@ -214,7 +214,7 @@ class Rope:
 
     def _turn(self, x: Array, position: int, *, exact: bool = False) -> Array:
         """Turn rows in float32 and store them in their type; with `exact`, all in float64."""
-        xp, numbers = array_namespace(x), self.angles(x.shape[2], position)
+        xp, numbers = array_namespace(x), [*self.angles(x.shape[2], position)]
         if exact:
             x, *numbers = map(as_float64, (x, *numbers))
         cos, other_cos, sin, other_sin = numbers

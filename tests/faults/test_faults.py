@@ -30,6 +30,7 @@ CELLS: tuple[dict[str, Any], ...] = (
     {"block_mask": (64, 64)},
     {"rope": "half_split"},
     {"rope": "interleaved"},
+    {"rope": "half_split_by_column"},
 )
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from cupyattn import attention, plan
 from cupyattn.arrays.operand import Operand
+from cupyattn.kernels.features import BY_COLUMN, ROPE_PAIRS
 from cupyattn.plans.prepare_rows import Prepares, plan_preparation
 from cupyattn.problem.row_preparation import Rope
 from cupyattn.runtime import ready
@@ -20,6 +22,7 @@ from tests.support.runs import (
     CELLS,
     RUNGS,
     bits,
+    column_tables,
     normal,
     on_host,
     quantized,
@@ -33,7 +36,7 @@ SHAPE_Q, SHAPE_KV = (2, 4, 150, 64), (2, 2, 333, 64)
 TABLES = rope_tables(400, 64)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", ROPE_PAIRS)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "pad"),
     [
@@ -41,10 +44,12 @@ TABLES = rope_tables(400, 64)
         ("bfloat16", 6, 1), ("float32", 2, 1), ("float16", 256, 8),
     ],
 )  # fmt: skip
-def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, interleaved: bool) -> None:
+def test_the_pass_turns_to_the_bit(dtype: str, head_dim: int, pad: int, pairs: str) -> None:
     x = normal((3, 4, 300, head_dim), (1, 1, 1, 1), dtype)[0]
     given = embedded(x, pad) if pad else on_device(x)[0]
-    rope = Rope.of_arrays(rope_tables(310, head_dim), interleaved, 9, 300, 0, head_dim)
+    tables = (column_tables if pairs.endswith(BY_COLUMN) else rope_tables)(310, head_dim)
+    rope = Rope.of_arrays(tables, pairs.startswith("interleaved"), 9, 300, 0, head_dim)
+    assert rope.pairs == pairs
     turned = cupy.empty(x.shape, x.dtype)
     cos, sin = on_device(rope.cos, rope.sin)
     buffers = {"x": given, "turned": turned, "rope_cos": cos, "rope_sin": sin}
@@ -57,13 +62,15 @@ def test_every_rung_attends_with_turned_operands(rung: str, dtype: str) -> None:
     """fa_int8 rounds nothing to 16 bits between: as with operands that `quantize` turned."""
     inputs = normal(SHAPE_Q, SHAPE_KV, dtype)
     q, k, v = on_device(*inputs)
-    tables, arch = on_device(*TABLES), arch_of(rung)
+    arch = arch_of(rung)
+    given = [(on_device(*x), x) for x in (TABLES, column_tables(400, 64))]
+    tables = [x for moved, _ in given for x in moved]
     before = [bits(x) for x in (q, k, v, *tables)]
-    for interleaved in (False, True):
+    for (own, rope), interleaved in itertools.product(given, (False, True)):
         options: dict[str, Any] = {
-            "rope": tables, "rope_interleaved": interleaved, "rope_offset_q": 183,
+            "rope": own, "rope_interleaved": interleaved, "rope_offset_q": 183,
         }  # fmt: skip
-        host = Rope.of_arrays(TABLES, interleaved, 183, 150, 333, 64).turned(*inputs[:2])
+        host = Rope.of_arrays(rope, interleaved, 183, 150, 333, 64).turned(*inputs[:2])
         operands: tuple[Any, ...] = (*on_device(*host), v)
         if variant_of(rung).family == "int8":
             operands = (quantized(rung, (q, k, v), None, options, arch=arch),)

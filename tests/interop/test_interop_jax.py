@@ -22,7 +22,7 @@ from cupyattn.ops import attention as api
 from cupyattn.ops import backward
 from cupyattn.runtime.recent import CALLS
 from tests.support.resolved import watch_calls, watch_running
-from tests.support.runs import bits
+from tests.support.runs import bits, column_tables
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -86,9 +86,10 @@ def test_jit_has_the_bits_of_the_same_call_on_numpy_arrays(dtype: str) -> None:
         {"layout": "BSHD", "window": (9, 3), "softcap": 20.0, "scale": 0.3},
         {"block_mask": ca.BlockMask(np.array([[[[True, False]]]]), 64, 64)},
         added(),
+        {"rope": tuple(map(jnp.asarray, column_tables(LEN_KV, HEAD_DIM)))},
         {"qk_norm": (jnp.ones(HEAD_DIM), jnp.ones((HEADS_KV, HEAD_DIM)))},
     ],
-    ids=["int8", "scores", "blocks", "operands", "norm"],
+    ids=["int8", "scores", "blocks", "operands", "columns", "norm"],
 )
 def test_what_the_arguments_say_is_done(options: dict[str, Any]) -> None:
     q, k, v = operands()

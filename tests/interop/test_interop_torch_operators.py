@@ -148,7 +148,7 @@ def test_a_setting_is_refused_as_eager_refuses_it(options: dict[str, Any]) -> No
             call(given)
 
 
-@pytest.mark.parametrize("name", ["rope", "window", "bias"])
+@pytest.mark.parametrize("name", ["rope", "rope by column", "window", "bias"])
 def test_a_compiled_function_is_one_graph(name: str) -> None:
     """With fullgraph=True a break in the graph is an error."""
     inputs, options, quant = problem("bfloat16"), tensors(OPTIONS[name]), QuantConfig(pv="int8")

@@ -11,7 +11,7 @@ from cupyattn.arrays.groups import merge_heads, split_heads
 from cupyattn.arrays.kinds import as_float64
 from cupyattn.bounds import kernel as bounds
 from cupyattn.gradients import backward_bound
-from tests.support.runs import normal
+from tests.support.runs import column_tables, normal
 
 #: Options of `attention`, by what they are about; arrays are NumPy's.
 Options = dict[str, Any]
@@ -33,6 +33,7 @@ def options_of(len_q: int, len_kv: int, head_dim: int, heads: int) -> dict[str, 
             "rope": (np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)),
             "rope_offset_q": 3, "rope_interleaved": True,
         },
+        "rope by column": {"rope": column_tables(max(len_q, len_kv), head_dim)},
         "qk_norm": {"qk_norm": (weights[0], weights[1]), "qk_norm_eps": 1e-5},
     }  # fmt: skip
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from cupyattn.kernels.features import BY_COLUMN, ROPE_PAIRS
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.quant import QuantConfig
 from tests.kernels import feature_cases
-from tests.support.runs import normal, packed, rope_tables, variant_of
+from tests.support.runs import column_tables, normal, packed, rope_tables, variant_of
 
 Cell = dict[str, Any]
 
@@ -31,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "layout": LAYOUTS,
     "packed": (False, True),
     "scale": (None, 0.3),
-    "rope": ("", "half_split", "interleaved"),
+    "rope": ("", *ROPE_PAIRS),
     **feature_cases.AXES,
 }
 
@@ -113,8 +114,10 @@ class Case:
         options = feature_cases.options_of(cell, (2, heads, len_q, len_kv), seed)
         options["scale"] = cell["scale"]
         if cell["rope"]:
-            options["rope"] = rope_tables(max(len_q + 3, len_kv), head_dim)
-            options |= {"rope_interleaved": cell["rope"] == "interleaved", "rope_offset_q": 3}
+            tables = column_tables if cell["rope"].endswith(BY_COLUMN) else rope_tables
+            interleaved = cell["rope"].startswith("interleaved")
+            options["rope"] = tables(max(len_q + 3, len_kv), head_dim)
+            options |= {"rope_interleaved": interleaved, "rope_offset_q": 3}
         return cls(cell, inputs, options, ends)
 
     def laid(self, xp: Any = np) -> tuple[Any, Any, Any]:

@@ -12,20 +12,19 @@ from cupyattn.arrays.kinds import STORAGE
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.structs import NORM_PARAMS, pack
-from cupyattn.problem.row_preparation import Norm, Preparation, Rope
+from cupyattn.problem.row_preparation import Norm, Preparation
 from tests.prims.prim import Arguments, Prim, Results, defines, rng
+from tests.prims.prims_rope_cases import tables, turning
 
 ROWS, ROW0, POSITION, EPS = 11, 3, 5, 0.125
 
 
-def prepared_arguments(dtype: str, head_dim: int) -> Arguments:
-    angles = rng().uniform(0, 7, (POSITION + ROW0 + ROWS, head_dim // 2))
+def prepared_arguments(dtype: str, head_dim: int, rope: str) -> Arguments:
     x = rng().normal(size=(ROWS, head_dim))
     params = {"weight_stride_head": head_dim, "eps": EPS, "position": POSITION}
     return {
         "given": pack(NORM_PARAMS, params, {}),
-        "cos": np.cos(angles).astype(np.float32),
-        "sin": np.sin(angles).astype(np.float32),
+        **tables(POSITION + ROW0 + ROWS, head_dim, rope),
         "weight": rng().uniform(0.5, 2, (2, head_dim)).astype(np.float32),
         "X": x.astype(STORAGE[dtype]),
         "Y": np.zeros((ROWS, head_dim), STORAGE[dtype]),
@@ -35,7 +34,7 @@ def prepared_arguments(dtype: str, head_dim: int) -> Arguments:
 def prepared_expected(
     rope: str, qk_norm: bool, /, cos: Any, sin: Any, weight: Any, X: Any, **_: Any
 ) -> Results:
-    turn = Rope(cos, sin, rope == "interleaved", POSITION + ROW0) if rope else None
+    turn = turning(cos, sin, rope, POSITION + ROW0) if rope else None
     norm = Norm(weight[1:], weight[1:], EPS) if qk_norm else None
     rows = X[None, None]
     return {"Y": Preparation(turn, norm).stored(rows, rows[:, :, :0])[0][0, 0]}
@@ -60,11 +59,12 @@ def prepare_prims() -> Iterator[Prim]:
         ("float16", 128, 8, "half_split", True), ("bfloat16", 24, 4, "interleaved", True),
         ("float32", 256, 1, "half_split", True), ("float16", 6, 1, "interleaved", True),
         ("float16", 64, 8, "", True), ("bfloat16", 80, 8, "half_split", False),
-        ("float32", 2, 1, "", True),
+        ("float32", 2, 1, "", True), ("float16", 128, 8, "half_split_by_column", True),
+        ("bfloat16", 24, 4, "interleaved_by_column", True),
     ):  # fmt: skip
         yield Prim(
             f"prepared-{rope or 'unturned'}-{dtype}-{head_dim}-{vec}-{int(qk_norm)}", "prepare",
-            "prepared", 64, partial(prepared_arguments, dtype, head_dim),
+            "prepared", 64, partial(prepared_arguments, dtype, head_dim, rope),
             partial(prepared_expected, rope, qk_norm),
             defines=defines(
                 Tiles(16, 16, 2), Features(dtype, head_dim, vec=vec, rope=rope, qk_norm=qk_norm)

@@ -127,18 +127,17 @@ def test_rows_are_normalised_before(rung: str) -> None:
     runs.run(rung, (q, k, v), backend="interpret", **options).check()
 
 
-@pytest.mark.parametrize("qk_norm", [None, WEIGHTS], ids=["turned", "normalised"])
+@pytest.mark.parametrize(("interleaved", "qk_norm"), [(False, None), (True, WEIGHTS)])
 @pytest.mark.parametrize(("rung", "backend"), runs.on_both(2, PORTABLE))
 def test_equal_numbers_in_a_pair_are_a_number_for_the_pair(
-    rung: str, backend: str, qk_norm: Any
+    rung: str, backend: str, interleaved: bool, qk_norm: Any
 ) -> None:
     q, k, v = normal((1, 2, 19, HEAD_DIM), (1, 1, 33, HEAD_DIM))
     narrow = rope_tables(40, HEAD_DIM)
-    for interleaved in (False, True):
-        options: dict[str, Any] = {"rope_interleaved": interleaved, "rope_offset_q": 9}
-        options |= {"variant": rung, "backend": backend, "qk_norm": qk_norm}
-        o = ca.attention(q, k, v, rope=widened(narrow, interleaved), **options)
-        assert bits(o) == bits(ca.attention(q, k, v, rope=narrow, **options))
+    options: dict[str, Any] = {"rope_interleaved": interleaved, "rope_offset_q": 9}
+    options |= {"variant": rung, "backend": backend, "qk_norm": qk_norm}
+    o = ca.attention(q, k, v, rope=widened(narrow, interleaved), **options)
+    assert bits(o) == bits(ca.attention(q, k, v, rope=narrow, **options))
 
 
 def test_the_bound_notices_mistakes() -> None:

@@ -28,6 +28,9 @@ constexpr int ROPE_TABLE = ROPE_BY_COLUMN ? HEAD_DIM : ANGLES;  // numbers of a 
 constexpr int ROPE_PAIRS = greatest_common_divisor(VEC, ANGLES);
 constexpr int ROPE_ACCESSES = ANGLES / ROPE_PAIRS;  // per row
 
+template <int N, bool BY_COLUMN = ROPE_BY_COLUMN>
+struct RopeNumbers;
+
 // N pairs of a row, in the order of their columns.
 template <typename T, int N = ROPE_PAIRS>
 struct RopePairs {
@@ -58,25 +61,12 @@ struct RopePairs {
     return ROPE_BY_COLUMN ? column(0, pair0) : pair0;
   }
 
-  // Numbers of a row of a table for pairs pair0, pair0 + 1, ...: one for both columns of a pair,
-  // unless ROPE_BY_COLUMN.
-  __device__ __forceinline__ void load_table(const float* row, int pair0) {
-    if constexpr (ROPE_BY_COLUMN) {
-      load(row, pair0);
-    } else {
-      const auto numbers = *reinterpret_cast<const Vec<float, N>*>(row + pair0);
-#pragma unroll
-      for (int i = 0; i < N; ++i) first(i) = second(i) = numbers.v[i];
-    }
-  }
-
   // Rotates the pairs by their angles, whose cosines and sines begin at cos[0] and sin[0].
   __device__ __forceinline__ void turn(const float* cos, const float* sin) {
     constexpr int WIDTH = N < 4 ? N : 4;  // floats per access
 #pragma unroll
     for (int i = 0; i < N; i += WIDTH) {
-      RopePairs<float, WIDTH> c, s;
-      c.load_table(cos, i), s.load_table(sin, i);
+      RopeNumbers<WIDTH> c(cos, i), s(sin, i);
 #pragma unroll
       for (int j = 0; j < WIDTH; ++j) {
         T &a = first(i + j), &b = second(i + j);
@@ -86,6 +76,20 @@ struct RopePairs {
       }
     }
   }
+};
+
+// Numbers of a table for N pairs of a row: one for both columns of a pair, or one for each column.
+template <int N>
+struct RopeNumbers<N, false> {
+  Vec<float, N> x;
+  __device__ __forceinline__ RopeNumbers(const float* row, int pair0)
+      : x(*reinterpret_cast<const Vec<float, N>*>(row + pair0)) {}
+  __device__ __forceinline__ float first(int pair) const { return x.v[pair]; }
+  __device__ __forceinline__ float second(int pair) const { return x.v[pair]; }
+};
+template <int N>
+struct RopeNumbers<N, true> : RopePairs<float, N> {
+  __device__ __forceinline__ RopeNumbers(const float* row, int pair0) { this->load(row, pair0); }
 };
 
 // rows [ROWS, HEAD_DIM] of Q or K -> shared [ROWS, LD] float, rotated if ROPE; the first row has

@@ -5,8 +5,8 @@
 constexpr int ROWS = 11, ROW0 = 3;
 
 extern "C" __global__ void prepared(const __grid_constant__ NormParams given,
-                                    const float* cos,     // [positions, ANGLES]
-                                    const float* sin,     // [positions, ANGLES]
+                                    const float* cos,     // [positions, ROPE_TABLE]
+                                    const float* sin,     // [positions, ROPE_TABLE]
                                     const float* weight,  // [2, HEAD_DIM]
                                     const elem_t* X,      // [ROWS, HEAD_DIM], from ROW0 on
                                     elem_t* Y) {          // [ROWS, HEAD_DIM]

@@ -6,8 +6,8 @@
 constexpr int ROWS = 16, ROWS_VALID = 11, LD = HEAD_DIM + 1;
 
 extern "C" __global__ void placed(const __grid_constant__ AttnParams given,
-                                  const float* cos,  // [positions, ANGLES]
-                                  const float* sin,  // [positions, ANGLES]
+                                  const float* cos,  // [positions, ROPE_TABLE]
+                                  const float* sin,  // [positions, ROPE_TABLE]
                                   const elem_t* X,   // [ROWS, HEAD_DIM], rows `stride` apart
                                   const int64_t* stride,
                                   float* tile) {     // [ROWS, LD]
