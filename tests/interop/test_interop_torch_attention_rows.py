@@ -73,9 +73,7 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 
 
 def expected(q: Any, k: Any, v: Any, **options: Any) -> Any:
-    return interop.attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), backend="mirror", **options
-    )
+    return interop.attention(*(x.transpose(1, 2) for x in (q, k, v)), backend="mirror", **options)
 
 
 def arguments(graphs: Any) -> list[dict[str, Any]]:
@@ -438,7 +436,9 @@ def test_a_rotation_that_attention_does_not_have_stays(name: str) -> None:
     found, graphs = run(OTHERS[name], q, k, v, *tables)
     assert is_taken(graphs) == [(False, False)]
     eager = OTHERS[name](q, k, v, *tables)
-    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, eager)), strict=True):
+    for one, other in zip(
+        *(x if isinstance(x, tuple) else (x,) for x in (found, eager)), strict=True
+    ):
         assert torch.equal(one, other)
     _, graphs = run(plain, q, k, v, *tables)
     assert is_taken(graphs) == [(True, False)]

@@ -134,8 +134,8 @@ def _key(tables: Tables) -> Any:
 def _permuted(node: Node, axes: tuple[int, ...] = (0, 1, 2, 3)) -> _Rows:
     """Return the rows of which a node is a permutation of axes."""
     while node.target is _aten.permute.default:
-        axes = tuple(node.args[1][i] for i in axes)  # type: ignore[index]
-        node = node.args[0]  # type: ignore[assignment]
+        axes = tuple(node.args[1][i] for i in axes)
+        node = node.args[0]
     return _Rows((node,), axes)
 
 

@@ -1,9 +1,13 @@
 """Recognise rotary embeddings in Inductor's graphs: rows, and the tables that rotate them.
 
-Models write a rotation in four ways. Sums of products of the channels of a pair are stored side by
-side (Wan); rows and their swapped channels are multiplied by wide tables (Flux); rows are complex
-numbers (Qwen-Image, Z-Image); or pairs are multiplied by matrices (Kandinsky). Views are told
-apart by where their fake tensors lie, so it does not matter which operators made them.
+Models write a rotation in four ways:
+
+- They store sums of products of a pair's channels side by side (Wan).
+- They multiply rows and their swapped channels by tables of all channels (Flux, HunyuanVideo).
+- They multiply complex numbers (Qwen-Image, Z-Image).
+- They multiply pairs by matrices (Kandinsky).
+
+Offset and strides of a fake tensor say which channels a view has, whatever operators made it.
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ class Tables(NamedTuple):
 
     Parameters
     ----------
-    form : str
-        "pairs": cos and sin, (..., head_dim / 2); "columns": the same for each channel,
-        (..., head_dim); "complex": one node, (..., head_dim / 2), cos + i sin; "matrices": one
-        node, (..., head_dim / 2, 2, 2); "none": rows, which are not rotated.
+    form : {"pairs", "columns", "complex", "matrices", "none"}
     nodes : tuple of Node
+        For pairs cos and sin, (..., head_dim / 2). For columns the same, (..., head_dim). For
+        complex numbers cos + i sin, (..., head_dim / 2). For matrices one node,
+        (..., head_dim / 2, 2, 2). For none the rows themselves, which are not rotated.
     """
 
     form: str
@@ -121,9 +125,7 @@ def insert_tables(graph: Graph, tables: Tables, head_dim: int) -> tuple[Node, No
     return cos, sin
 
 
-def insert_tables_of_none(
-    graph: Graph, tables: Tables, axis: int, like: Node
-) -> tuple[Node, Node]:
+def insert_tables_of_none(graph: Graph, tables: Tables, axis: int, like: Node) -> tuple[Node, Node]:
     """Insert cos and sin that rotate nothing, of as many columns as other tables have.
 
     Parameters
@@ -237,51 +239,55 @@ def _stored_side_by_side(node: Node) -> tuple[bool, Node, Node] | None:
     """Return whether channels are interleaved, and the first and the second of each pair."""
     like = value_of(node)
     half = like.shape[-1] // 2
-    if node.target is _aten.cat.default:
-        parts = _parts_of_last_axis(node, half)
-        return parts and (False, *parts)
+    if node.target is _aten.slice_scatter.default:
+        found = _scattered(node)
+        return None if found is None else (True, *found)
     if node.target in _RESHAPES:
         source: Any = node.args[0]
-        if not same(value_of(source).shape, (*like.shape[:-1], half, 2)):
+        parts = _concatenated(source, 1)
+        if parts is None or not same(value_of(source).shape, (*like.shape[:-1], half, 2)):
             return None
-        parts = _parts_of_last_axis(source, 1)
-        if source.target is _aten.cat.default and parts is not None:
-            parts = [x.args[0] if x.target in _RESHAPES else x for x in parts]
-            if all(same(value_of(x).shape, (*like.shape[:-1], half)) for x in parts):
-                return True, *parts
+        first, second = (x.args[0] if x.target in _RESHAPES else x for x in parts)
+        form = (*like.shape[:-1], half)
+        if same(value_of(first).shape, form) and same(value_of(second).shape, form):
+            return True, first, second
         return None
-    if node.target is _aten.slice_scatter.default:
-        found: dict[int, Node] = {}
-        while node.target is _aten.slice_scatter.default and len(found) < 2:
-            defaults = (0, None, None, 1)
-            into, part, axis, begin, end, step = (*node.args, *defaults[len(node.args) - 2 :])
-            whole = end is None or end >= like.shape[-1]
-            last = axis in (-1, like.dim() - 1)
-            if not last or step != 2 or not whole or begin not in (None, 0, 1):
-                return None
-            found.setdefault(begin or 0, part)
-            node = into
-        parts = [found.get(i) for i in (0, 1)]
-        if None not in parts:
-            return True, *map(_copied, parts)
-    return None
+    parts = _concatenated(node, half)
+    return None if parts is None else (False, *parts)
 
 
-def _parts_of_last_axis(node: Node, width: int) -> list[Node] | None:
-    """Return the two parts, so wide, of which a concatenation of the last axis consists."""
+def _scattered(node: Node) -> tuple[Node, Node] | None:
+    """Return the nodes that are written into even and into odd channels."""
+    found: dict[int, Node] = {}
+    channels = value_of(node).shape[-1]
+    last = (-1, value_of(node).dim() - 1)
+    while node.target is _aten.slice_scatter.default and len(found) < 2:
+        given: list[Any] = [*node.args, *(0, None, None, 1)[len(node.args) - 2 :]]
+        into, part, axis, begin, end, step = given
+        whole = end is None or end >= channels
+        if axis not in last or step != 2 or not whole or begin not in (None, 0, 1):
+            return None
+        found.setdefault(begin or 0, _copied(part))
+        node = into
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+def _concatenated(node: Node, width: int) -> tuple[Node, Node] | None:
+    """Return the two parts, so wide, of which a concatenation along the last axis consists."""
     if node.target is not _aten.cat.default or len(node.args) != 2:
         return None
-    parts, axis = node.args
-    last = axis in (-1, value_of(node).dim() - 1)
+    parts: Any = node.args[0]
+    last = node.args[1] in (-1, value_of(node).dim() - 1)
     if not last or len(parts) != 2 or any(value_of(x).shape[-1] != width for x in parts):
         return None
-    return [*parts]
+    first, second = parts
+    return first, second
 
 
 def _copied(node: Node) -> Node:
     """Return the float32 node that is stored, rounded or not."""
     if node.target is _aten.copy.default:
-        node = node.args[1]  # type: ignore[assignment]
+        node = node.args[1]
     return unrounded(node)
 
 
@@ -350,7 +356,9 @@ def _swapped(node: Node) -> tuple[Node, bool] | None:
         return None
     interleaved, first, second = stored
     first = unconverted(first)
-    members = [_member(second), _member(first.args[0]) if first.target is _aten.neg.default else None]
+    if first.target is not _aten.neg.default:
+        return None
+    members = [_member(second), _member(first.args[0])]
     x = members[0].x if members[0] else None
     alike = x and members == [_Member(x, interleaved, number) for number in (0, 1)]
     return (x, interleaved) if x and alike else None
@@ -398,5 +406,5 @@ def _rows_of(node: Any, form: Sequence[Any], shape: Sequence[Any]) -> Node | Non
         return None
     node = unconverted(node)
     while node.target in _RESHAPES and not same(value_of(node).shape, shape):
-        node = unconverted(node.args[0])  # type: ignore[arg-type]
+        node = unconverted(node.args[0])
     return node if same(value_of(node).shape, shape) else None
