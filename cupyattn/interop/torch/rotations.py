@@ -1,11 +1,8 @@
 """Recognise rotary embeddings in Inductor's graphs: rows, and the tables that rotate them.
 
-Models write a rotation in four ways:
-
-- They store sums of products of a pair's channels side by side (Wan).
-- They multiply rows and their swapped channels by tables of all channels (Flux, HunyuanVideo).
-- They multiply complex numbers (Qwen-Image, Z-Image).
-- They multiply pairs by matrices (Kandinsky).
+Models write a rotation in four ways. They store sums of products of a pair's channels side by side
+(Wan). They multiply rows and their swapped channels by tables of all channels (Flux, HunyuanVideo).
+They multiply complex numbers (Qwen-Image, Z-Image). They multiply pairs by matrices (Kandinsky).
 
 Offset and strides of a fake tensor say which channels a view has, whatever operators made it.
 """
