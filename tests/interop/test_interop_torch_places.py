@@ -306,9 +306,7 @@ def test_operands_that_every_call_copies_are_copied(
 Q, KV = SHAPES[:2]
 
 
-def attention_of(
-    variant: str, *, transposed: bool, raw: bool = False
-) -> tuple[Any, list[Given]]:
+def attention_of(variant: str, *, transposed: bool, raw: bool = False) -> tuple[Any, list[Given]]:
     """A place of attention of models of diffusers, whose queries may lie as heads of rows do.
 
     Raw queries and keys come with tables of a rotation and weights of a norm.
