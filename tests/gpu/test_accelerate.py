@@ -97,7 +97,7 @@ RAW = {
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_attention_of_raw_rows_errs_as_eager_calls_do(name: str) -> None:
+def test_attention_of_raw_rows_errs_less_than_eager_calls(name: str) -> None:
     """Errors are against the model in float32; a repeated call has the same bits."""
     family = whole_families.small(name)
     latents, make = whole_families.inputs(family, "cuda", 0)
@@ -121,5 +121,4 @@ def test_attention_of_raw_rows_errs_as_eager_calls_do(name: str) -> None:
     assert all(any(text in one for one in code) for text in RAW[name])
     assert all(torch.equal(y, found) for y in again)
     errors = [float((y.float() - exact).norm()) for y in (found, eager)]
-    # Inductor rounds less than eager calls, except that its sums have another order.
-    assert errors[0] < errors[1] * (1 + 3 / exact.numel() ** 0.5)
+    assert errors[0] < errors[1]  # compiled code rounds less
