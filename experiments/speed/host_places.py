@@ -56,7 +56,7 @@ def cases(torch: Any, kind: str, backend: str | None) -> dict[str, tuple[str, tu
             (x, *weights, *scales, *biases),
         ),
         "diffusers_attention": (
-            f"(t0, t1, t2, None, None, None, 0, False, {text!r}, )",
+            f"(t0, t1, t2, {'None, ' * 7}0, False, {text!r}, )",
             tuple(one.transpose(1, 2) for one in heads),
         ),
     }

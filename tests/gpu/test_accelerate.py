@@ -12,7 +12,10 @@ diffusers = pytest.importorskip("diffusers")
 if not torch.cuda.is_available():
     pytest.skip("torch without CUDA", allow_module_level=True)
 
+from torch._inductor.utils import run_and_get_code  # noqa: E402
+
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from experiments._harness import whole_families  # noqa: E402
 
 
 def transformer() -> Any:
@@ -82,3 +85,40 @@ def test_saved_codes_give_the_bits(tmp_path: Path) -> None:
         handle.save(tmp_path / "int8")
     with interop.accelerate(model, compile=False, checkpoint=tmp_path / "int8", log=None):
         assert torch.equal(run(model), expected)
+
+
+#: Texts in Inductor's code of small models: their attention has raw rows of q and k.
+RAW = {
+    "Flux": ("rope_interleaved=True", "qk_norm_eps="), "Wan 2.1 14B": ("rope_interleaved=True",),
+    "Kandinsky 5 Lite": ("rope_interleaved=True", "qk_norm_eps="),
+    "Qwen-Image": ("rope_interleaved=True",),
+    "Z-Image": ("rope_interleaved=True", "qk_norm_eps="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_attention_of_raw_rows_errs_less_than_eager_calls(name: str) -> None:
+    """Errors are against the model in float32; a repeated call has the same bits."""
+    family = whole_families.small(name)
+    latents, make = whole_families.inputs(family, "cuda", 0)
+    given = make(latents, torch.tensor([700.0], device="cuda"))
+
+    def wide(x: Any) -> Any:
+        if isinstance(x, list):
+            return [wide(one) for one in x]
+        return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        model = whole_families.make(family, "cuda", 0)
+        exact = family.call(model.float(), {key: wide(x) for key, x in given.items()})
+        model = whole_families.make(family, "cuda", 0)
+        interop.replace_attention_with_int8(model, policy="balanced", min_length=16)
+        eager = family.call(model, given)
+        compiled = torch.compile(model)
+        found, code = run_and_get_code(lambda: family.call(compiled, given))
+        again = [family.call(compiled, given) for _ in range(4)]
+    assert all(any(text in one for one in code) for text in RAW[name])
+    assert all(torch.equal(y, found) for y in again)
+    errors = [float((y.float() - exact).norm()) for y in (found, eager)]
+    assert errors[0] < errors[1]  # compiled code rounds less

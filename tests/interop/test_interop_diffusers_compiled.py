@@ -357,7 +357,7 @@ def test_the_operator_is_what_it_says(turned: bool, added: str) -> None:
     scores = {"mask": kept, "bias": kept.float()}
     tensors = {"q": q, "k": k, "v": v} | {n: x for n, x in scores.items() if n == added}
     operands = [tensors.get(name) for name in ("q", "k", "v", "mask", "bias")]
-    arguments = (*operands, 0.25, 0, False, text)
+    arguments = (*operands, *[None] * 4, 0.25, 0, False, text)
     torch.library.opcheck(torch.ops.cupyattn.diffusers_attention.default, arguments)
     assert operator.attend(tensors, 0.25, text).stride() == q.stride()
 

@@ -62,10 +62,11 @@ class Graphs(list[Any]):
     def _forward(self, made: Any, inputs: Any) -> Any:
         from torch._dynamo.utils import detect_fake_mode
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-        from torch._inductor.fx_passes.post_grad import post_grad_passes
+        from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
         from torch._inductor.virtualized import V
 
         joint_graph_passes(made)
+        view_to_reshape(made)
         with V.set_fake_mode(detect_fake_mode(inputs)):
             post_grad_passes(made, is_inference=True)
         made.recompile()

@@ -306,33 +306,50 @@ def test_operands_that_every_call_copies_are_copied(
 Q, KV = SHAPES[:2]
 
 
-def attention_of(variant: str, *, transposed: bool) -> tuple[Any, list[Given]]:
-    """A place of attention of models of diffusers, whose queries may lie as heads of rows do."""
+def attention_of(variant: str, *, transposed: bool, raw: bool = False) -> tuple[Any, list[Given]]:
+    """A place of attention of models of diffusers, whose queries may lie as heads of rows do.
+
+    Raw queries and keys come with tables of a rotation and weights of a norm.
+    """
     shapes = [(b, n, h, d) if transposed else (b, h, n, d) for b, h, n, d in (Q, KV, KV)]
     arrays = [array(shape) for shape in shapes]
     tensors = [Given(x.transpose(0, 2, 1, 3) if transposed else x) for x in arrays]
     result = f"{Q}, {tensors[0].stride()}, torch.float16"
     settings = f"variant={variant!r}, arch='sm_90'"
-    text = f"(t0, t1, t2, None, None, None, 0, False, {settings!r}, )"
-    call = places.place("diffusers_attention", ("cuda", 0), 3, (), (result,), text, "y0")
-    return call, tensors
+    further = "None, None, None, None"
+    if raw:
+        length, head_dim = KV[2:]
+        for shape in [(length, head_dim)] * 2 + [(head_dim,)] * 2:
+            tensors.append(Given(array(shape, "float32")))
+        further, settings = "t3, t4, t5, t6", f"{settings}, rope_interleaved=True"
+    text = f"(t0, t1, t2, None, None, {further}, None, 0, False, {settings!r}, )"
+    own = "diffusers_attention", ("cuda", 0), len(tensors), (), (result,), text, "y0"
+    return places.place(*own), tensors
 
 
+@pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("variant", ["fa_tc", "fa_int8"])
 def test_attention_of_models_is_launched_from_its_place(
     variant: str,
     transposed: bool,
+    raw: bool,
     driver: Any,  # noqa: F811
     memory: Memory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The result lies as the queries do; kernels get all addresses."""
-    call, tensors = attention_of(variant, transposed=transposed)
+    call, tensors = attention_of(variant, transposed=transposed, raw=raw)
     monkeypatch.setattr(torch, "empty_like", lambda x: memory(x.shape, x.stride(), x.dtype))
     _, (out, *_) = attention_of(variant, transposed=transposed)
-    given = [x.array for x in tensors]
-    made = planned(given, out.array, variant=variant, arch="sm_90")
+    given, further = [x.array for x in tensors[:3]], [x.array for x in tensors[3:]]
+    names = "rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight"
+    known_of_raw = dict(zip(names, further, strict=True)) if raw else {}
+    options: dict[str, Any] = {"variant": variant, "arch": "sm_90"}
+    if raw:
+        options |= {"rope": tuple(further[:2]), "rope_interleaved": True}
+        options |= {"qk_norm": tuple(further[2:])}
+    made = planned(given, out.array, **options)
     driver.expect(made)
     for _ in range(4):
         again(memory, call, *tensors)
@@ -340,7 +357,7 @@ def test_attention_of_models_is_launched_from_its_place(
     driver.launches.clear()
     y = again(memory, call, *tensors)
     assert driver.replays[-1] == (graph.handle, driver.stream)
-    check(driver, made, {"v": given[2], "o": y.array})
+    check(driver, made, {"v": given[2], "o": y.array, **known_of_raw})
     assert y.stride() == tensors[0].stride()
 
 

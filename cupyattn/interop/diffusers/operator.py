@@ -19,11 +19,10 @@ from cupyattn.interop.torch import bridge, epilogues
 from cupyattn.interop.torch.calls import TensorSettings, forward
 from cupyattn.interop.torch.checks import check_tensors
 from cupyattn.interop.torch.ops import define
-from cupyattn.interop.torch.schema import Schema
+from cupyattn.interop.torch.schema import ATTENTION_OF_LAYER as _SCHEMA
 
 _log = logging.getLogger("cupyattn")
 
-_SCHEMA = Schema(("q", "k", "v", "mask", "bias"), 3)
 #: Calls of this process in compiled code that fell back to 16 bits, by reason.
 fallbacks: Counter[str] = Counter()
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from cupyattn.interop.torch import inductor_calls, linear_parts, precompile
+from cupyattn.interop.torch import attention_rows, inductor_calls, linear_parts, precompile
 from cupyattn.interop.torch.activation_nodes import activated, gated, pattern
 from cupyattn.interop.torch.graph_nodes import (
+    CONVERT,
+    insert_call,
     is_row_of_factors,
     only_reader,
     other_operand,
@@ -33,7 +34,7 @@ from cupyattn.interop.torch.prologues import Prologue, prologue_of, smoothed
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
 
-_aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_aten = torch.ops.aten
 
 #: Operations of nodes that precede all others.
 _GIVEN = ("placeholder", "get_attr")
@@ -92,7 +93,7 @@ def _uuid() -> str:
     here = Path(__file__)
     names = (
         here.name, "prologues.py", "activation_nodes.py", "graph_nodes.py", "linear_parts.py",
-        "inductor_calls.py", "places.py",
+        "inductor_calls.py", "places.py", "attention_rows.py", "rotations.py", "schema.py",
     )  # fmt: skip
     sources = [here.with_name(name).read_bytes() for name in names]
     return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
@@ -114,7 +115,11 @@ class _Epilogue(NamedTuple):
 
 
 def fuse(graph: Graph) -> None:
-    """Replace layers by layers with their epilogues, and by calls of several layers."""
+    """Replace layers by layers with their epilogues, and by calls of several layers.
+
+    Attention gets the norms and rotary embeddings of q and k.
+    """
+    attention_rows.fold(graph)
     rest = []
     for node in list(graph.nodes):
         if not _is_layer(node):
@@ -176,7 +181,7 @@ def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
     args = x, weight, weight_scale, bias, *beside, *where
     _begin_to_compile(x, [args[1:6]], [found.activation], where)
     with graph.inserting_before(found.end):
-        made = _inserted(graph, linear_parts.layer, args, value_of(found.end))
+        made = insert_call(graph, linear_parts.layer, args, value_of(found.end))
     found.end.replace_all_uses_with(made)
 
 
@@ -189,8 +194,8 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     args = x, *operands, activations, *where
     _begin_to_compile(x, zip(*operands, strict=True), activations, where)
     with graph.inserting_before(first):
-        made = _inserted(graph, linear_parts.layers, args, vals)
-        parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
+        made = insert_call(graph, linear_parts.layers, args, vals)
+        parts = [insert_call(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
     for one, part in zip(found.values(), parts, strict=True):
         one.end.replace_all_uses_with(part)
 
@@ -232,8 +237,8 @@ def _replace_by_normed(
     )  # fmt: skip
     vals = [value_of(each.end) for each in found.values()]
     with graph.inserting_before(place):
-        made = _inserted(graph, linear_parts.normed_layers, tuple(call), vals)
-        parts = [_inserted(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
+        made = insert_call(graph, linear_parts.normed_layers, tuple(call), vals)
+        parts = [insert_call(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
     for each, part in zip(found.values(), parts, strict=True):
         each.end.replace_all_uses_with(part)
 
@@ -243,15 +248,6 @@ def _begin_to_compile(
 ) -> None:
     values = [[value_of(one) for one in layer] for layer in layers]
     precompile.begin(value_of(x), values, activations, *map(value_of, where))
-
-
-def _inserted(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
-    """Insert a call whose operands keep their present strides."""
-    node = graph.call_function(target, args)
-    node.meta["val"] = val
-    if target is not operator.getitem:
-        node.meta["eager_input_vals"] = map_arg(args, value_of), {}
-    return node
 
 
 def _epilogue(layer: Node) -> _Epilogue:
@@ -296,7 +292,7 @@ def _sum(end: Node, like: Any, activation: str) -> _Epilogue | None:
 
 
 def _is_conversion(node: Node | None, dtype: torch.dtype) -> bool:
-    return node is not None and node.target is _convert and node.args[1] == dtype
+    return node is not None and node.target is CONVERT and node.args[1] == dtype
 
 
 def _narrow(node: Node, dtype: torch.dtype) -> Node:

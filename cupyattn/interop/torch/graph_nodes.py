@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection
 from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def value_of(x: Any) -> Any:
@@ -33,6 +40,17 @@ def is_row_of_factors(gate: Any, like: Any) -> bool:
     return same(own[groups:], [1] * (len(own) - groups))
 
 
+def is_length(node: Node) -> bool:
+    """Whether a node computes a length, which reads no numbers of tensors."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt))
+
+
+def are_alone(nodes: set[Node], ends: Collection[Node]) -> bool:
+    """Whether nodes have no readers but each other, except the ends."""
+    inner = (node for node in nodes if node not in ends)
+    return all(user in nodes or is_length(user) for node in inner for user in node.users)
+
+
 def only_reader(node: Node | None) -> Any:
     """Return the only reader of a node, or None."""
     return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
@@ -44,3 +62,35 @@ def other_operand(node: Node | None, target: Any, own: Node) -> Node | None:
         return None
     others = [x for x in node.args if x is not own]
     return others[0] if len(others) == 1 and isinstance(others[0], Node) else None
+
+
+def is_float(node: Any) -> bool:
+    """Whether an object is a node whose value is a tensor of `FLOATS`."""
+    return isinstance(node, Node) and getattr(value_of(node), "dtype", None) in FLOATS
+
+
+def unconverted(x: Node) -> Node:
+    """Return the node that was converted to float32, which has the same values."""
+    source = x.args[0] if x.target is CONVERT and value_of(x).dtype == torch.float32 else None
+    return source if isinstance(source, Node) and is_float(source) else x
+
+
+def insert(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert a call of an operator of torch, and compute its fake tensor."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = target(*map_arg(args, value_of), **kwargs)
+    return node
+
+
+def wide(graph: Graph, x: Node) -> Node:
+    """Return a node in float32, converted in the graph if necessary."""
+    return x if value_of(x).dtype == torch.float32 else insert(graph, CONVERT, x, torch.float32)
+
+
+def insert_call(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> Node:
+    """Insert a call whose operands keep their present strides; `val` is its fake result."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = val
+    if target is not operator.getitem:
+        node.meta["eager_input_vals"] = map_arg(args, value_of), {}
+    return node

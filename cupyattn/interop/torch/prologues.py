@@ -16,14 +16,25 @@ import torch
 from torch.fx import Graph, Node
 
 from cupyattn.interop.torch.activation_nodes import activated, activation_before
-from cupyattn.interop.torch.graph_nodes import is_row_of_factors, only_reader, same, value_of
+from cupyattn.interop.torch.graph_nodes import (
+    CONVERT,
+    FLOATS,
+    are_alone,
+    insert,
+    is_float,
+    is_row_of_factors,
+    only_reader,
+    same,
+    unconverted,
+    value_of,
+    wide,
+)
 from cupyattn.kernels.row_teams import MOST_CHANNELS
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import GLU
 
-_aten, _convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_aten = torch.ops.aten
 _ADD = (_aten.add.Tensor, _aten.add.Scalar)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 #: Vectors of the sums and products after a norm: weight, bias, scale and shift.
 _STEPS = 4
 #: Least number that may be added to a mean square, as for `cupyattn.norm_quant`.
@@ -69,14 +80,14 @@ def prologue_of(end: Node) -> Prologue | None:
         The input of layers. Nodes between it and the norm's input must have no other reader.
     """
     found = activation_before(end)
-    if found is None and end.target is _convert and only_reader(source := end.args[0]) is end:
+    if found is None and end.target is CONVERT and only_reader(source := end.args[0]) is end:
         found = activation_before(source)
     if found is None:
-        return _normed(end)
+        return norm_of(end)
     start, activation = found
-    if activated(start) is not None and (normed := _normed(start, end)) is not None:
+    if activated(start) is not None and (normed := norm_of(start, end)) is not None:
         return normed._replace(activation=activation)
-    x, halves = _source(start), 1 + (activation in GLU)
+    x, halves = unconverted(start), 1 + (activation in GLU)
     ours = start.target is torch.ops.cupyattn.int8_linear.default
     if ours or not _is_of_rows(x, halves) or value_of(x).dtype != value_of(end).dtype:
         return None
@@ -97,35 +108,34 @@ def smoothed(graph: Graph, found: Prologue, factors: Node) -> Prologue:
         (channels,), float32, powers of two.
     """
 
-    def call(target: Any, *args: Any) -> Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = target(*(value_of(x) for x in args))
-        return node
-
-    def wide(x: Node) -> Node:
-        return x if value_of(x).dtype == torch.float32 else call(_convert, x, torch.float32)
-
     def times(x: Node | None) -> Node | None:
-        return None if x is None else call(_aten.mul.Tensor, wide(x), factors)
+        return None if x is None else insert(graph, _aten.mul.Tensor, wide(graph, x), factors)
 
     scale = found.scale
     if scale is not None and found.shift is not None:
-        scale = wide(scale)
+        scale = wide(graph, scale)
     return found._replace(
         weight=times(found.weight) or factors, bias=times(found.bias), scale=scale,
         shift=times(found.shift),
     )  # fmt: skip
 
 
-def _normed(node: Node, end: Node | None = None) -> Prologue | None:
-    """Return the norm and the modulation that make a node, for rows of the type of `end`."""
+def norm_of(node: Node, end: Node | None = None) -> Prologue | None:
+    """Return the norm and the modulation that make a node, for rows of the type of `end`.
+
+    Parameters
+    ----------
+    node : Node
+        Nodes between it and the norm's input must have no other reader.
+    end : Node, optional
+        The node itself, unless something follows.
+    """
     found = _chain(node)
     if found is None:
         return None
     core, steps, between = found
     inner = core.inner | between
-    alone = all(set(one.users) <= inner for one in inner if one is not node)
-    if not alone or value_of(core.x).dtype != value_of(end or node).dtype:
+    if not are_alone(inner, [node]) or value_of(core.x).dtype != value_of(end or node).dtype:
         return None
     vectors = _vectors(steps)
     return None if vectors is None else Prologue(core.x, core.norm, core.eps, *vectors)
@@ -148,7 +158,7 @@ def _chain(
 
 def _before(node: Node) -> Iterator[tuple[Node, list[tuple[str, Node]]]]:
     """Yield the possible inputs of a conversion, or of a sum or product with a row of factors."""
-    if node.target is _convert and isinstance(node.args[0], Node):
+    if node.target is CONVERT and isinstance(node.args[0], Node):
         yield node.args[0], []
     kind = {_aten.add.Tensor: "add", _aten.mul.Tensor: "mul"}.get(node.target)
     if kind is None or node.kwargs:
@@ -178,11 +188,11 @@ def _vectors(steps: Iterable[tuple[str, Node]]) -> Vectors | None:
             return None
     for pair in (("weight", "bias"), ("scale", "shift")):
         names = [name for name in pair if name in found]
-        sources: dict[str, Node] = {name: _source(found[name]) for name in names}
+        sources: dict[str, Node] = {name: unconverted(found[name]) for name in names}
         if len({value_of(one).dtype for one in sources.values()}) == 1:
             found |= sources
         values = [value_of(found[name]) for name in names]
-        if any(x.dtype not in _FLOATS or x.dtype != values[0].dtype for x in values):
+        if any(x.dtype not in FLOATS or x.dtype != values[0].dtype for x in values):
             return None
         if not all(same(x.shape, values[0].shape) for x in values):
             return None
@@ -191,7 +201,7 @@ def _vectors(steps: Iterable[tuple[str, Node]]) -> Vectors | None:
 
 def _one_more(node: Node) -> Node | None:
     """Return s of a node ``1 + s``, converted or not."""
-    while node.target is _convert and isinstance(source := node.args[0], Node):
+    while node.target is CONVERT and isinstance(source := node.args[0], Node):
         node = source
     if node.target not in _ADD or node.kwargs or len(node.args) != 2:
         return None
@@ -233,7 +243,7 @@ def _layer_norm(difference: Node, factor: Node) -> _Core | None:
     if dict(both.kwargs) != {"correction": 0, "keepdim": True}:
         return None
     inner = {difference, factor, *factor.all_input_nodes, variance, mean, both}
-    return _Core(_source(x), "layer", eps, inner)
+    return _Core(unconverted(x), "layer", eps, inner)
 
 
 def _rms_norm(numbers: Node, factor: Node) -> _Core | None:
@@ -247,16 +257,16 @@ def _rms_norm(numbers: Node, factor: Node) -> _Core | None:
     x, power = square.args
     if not isinstance(x, Node) or not keepdim or power != 2 or not _over_last_axis(x, axes):
         return None
-    if _source(x) is not _source(numbers):
+    if unconverted(x) is not unconverted(numbers):
         return None
-    return _Core(_source(x), "rms", eps, {factor, *factor.all_input_nodes, mean, square})
+    return _Core(unconverted(x), "rms", eps, {factor, *factor.all_input_nodes, mean, square})
 
 
 def _is_of_rows(x: Node, halves: int = 1) -> bool:
     """Whether the pass supports the rows of a tensor, each with so many rows of codes."""
     like = value_of(x)
     width = like.shape[-1] if like.dim() else 0
-    return isinstance(width, int) and 0 < width <= halves * MOST_CHANNELS and _value_is_float(x)
+    return isinstance(width, int) and 0 < width <= halves * MOST_CHANNELS and is_float(x)
 
 
 def _sum_with_number(node: Any) -> tuple[Node | None, float]:
@@ -278,13 +288,3 @@ def _item(node: Any, number: int) -> Node | None:
 
 def _over_last_axis(x: Node, axes: Any) -> bool:
     return [*axes] in ([value_of(x).dim() - 1], [-1])
-
-
-def _source(x: Node) -> Node:
-    """Return the node that was converted to float32, which has the same values."""
-    source = x.args[0] if x.target is _convert and value_of(x).dtype == torch.float32 else None
-    return source if isinstance(source, Node) and _value_is_float(source) else x
-
-
-def _value_is_float(node: Any) -> bool:
-    return isinstance(node, Node) and getattr(value_of(node), "dtype", None) in _FLOATS

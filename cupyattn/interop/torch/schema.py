@@ -100,6 +100,8 @@ class Schema:
 ATTENTION = Schema(TENSORS[:-2], 3)
 #: The schema of a call with only q, k and v, the usual case.
 ATTENTION_QKV = Schema(TENSORS[:3], 3)
+#: The schema of a layer's attention in a graph.
+ATTENTION_OF_LAYER = Schema(TENSORS[:-4], 3)
 ATTENTION_VARLEN = Schema(tuple(n for n in TENSORS if not n.startswith("lengths")), 5)
 
 

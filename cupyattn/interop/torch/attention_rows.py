@@ -1,0 +1,259 @@
+"""A pass over Inductor's graph that gives norms and rotary embeddings of Q and K to attention.
+
+Attention normalises and rotates rows as it quantises them, or in one pass (`qk_norm` and `rope` of
+`cupyattn.attention`). It takes them if q and k are rotated by the same tables of positions, and if
+nothing else reads the intermediate results. It computes them in float32, without the roundings of
+the model in between. Parts of q may be rotated by tables of their own before they are concatenated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from cupyattn.interop.torch.graph_nodes import (
+    are_alone,
+    insert,
+    insert_call,
+    is_length,
+    same,
+    value_of,
+    wide,
+)
+from cupyattn.interop.torch.prologues import Prologue, norm_of
+from cupyattn.interop.torch.rotations import (
+    Rotation,
+    Tables,
+    insert_tables,
+    insert_tables_of_none,
+    lies_at,
+    rotation_of,
+)
+from cupyattn.interop.torch.schema import ATTENTION_OF_LAYER as SCHEMA
+
+_aten = torch.ops.aten
+_OPERATOR = "cupyattn.diffusers_attention.default"
+#: Axis of positions of q and k.
+_POSITIONS = 2
+#: Inserted tables by what makes them.
+_Made = dict[Any, tuple[Node, Node]]
+
+
+class _Rows(NamedTuple):
+    """Rows of q or k before they are normalised and rotated.
+
+    Parameters
+    ----------
+    parts : tuple of Node
+        Concatenated along `axis`, they are the rows.
+    axes : tuple of int
+        The permutation that makes q of them.
+    tables : tuple of Tables
+        Of each part; empty if nothing is rotated.
+    interleaved : bool
+    norm : Prologue or None
+        The norm that is before the rotation. Its input is then the only part.
+    """
+
+    parts: tuple[Node, ...]
+    axes: tuple[int, ...]
+    tables: tuple[Tables, ...] = ()
+    interleaved: bool = False
+    norm: Prologue | None = None
+
+    @property
+    def axis(self) -> int:
+        """The axis of positions."""
+        return self.axes[_POSITIONS]
+
+    @property
+    def rotation(self) -> tuple[Any, ...]:
+        """Equal for rows that are rotated in the same way."""
+        lengths = [str(value_of(x).shape[self.axis]) for x in self.parts if self.tables[1:]]
+        return self.interleaved, *lengths, *(_key(x) for x in self.tables)
+
+    @property
+    def leaves(self) -> set[Node]:
+        """The nodes that stay."""
+        norm = self.norm
+        own = [] if norm is None else [x for x in norm.vectors if x is not None]
+        nodes = (node for x in self.tables if x.form != "none" for node in x.nodes)
+        return {*self.parts, *nodes, *own}
+
+
+def fold(graph: Graph) -> None:
+    """Replace attention by attention that normalises and rotates rows of q and k."""
+    made: _Made = {}
+    for node in list(graph.nodes):
+        if str(node.target) == _OPERATOR and "val" in node.meta and _takes_rows(node):
+            found = _found(node)
+            if found is not None:
+                _replace(graph, node, found, made)
+
+
+def _takes_rows(attention: Node) -> bool:
+    own = SCHEMA.given(attention.args)
+    q, k = own["q"], own["k"]
+    alone = len(own.keys() - {"mask", "bias"}) == 3
+    return alone and q is not k and all(set(x.users) == {attention} for x in (q, k))
+
+
+def _found(attention: Node) -> tuple[_Rows, _Rows] | None:
+    """Return the rows of q and k before the most operations that attention can take."""
+    ends: Any = attention.args[:2]
+    rotated = _pair(_rotated(x) for x in ends)
+    if rotated is None or rotated[0].rotation != rotated[1].rotation:
+        rotated = None
+    found = rotated or _pair(_permuted(x) for x in ends)
+    if found is None:
+        return None
+    both = _pair(map(_normed, found))
+    if both is not None and both[0].norm.eps != both[1].norm.eps:  # type: ignore[union-attr]
+        both = None
+    for rows in (both, rotated):
+        if rows is not None and all(map(_can_be_read, rows, ends)) and _are_alone(ends, rows):
+            return rows
+    return None
+
+
+def _pair(found: Iterable[_Rows | None]) -> tuple[_Rows, _Rows] | None:
+    q, k = found
+    return None if q is None or k is None else (q, k)
+
+
+def _key(tables: Tables) -> Any:
+    return tables.form if tables.form == "none" else tables.key
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _permuted(node: Node, axes: tuple[int, ...] = (0, 1, 2, 3)) -> _Rows:
+    """Return the rows of which a node is a permutation of axes."""
+    while node.target is _aten.permute.default:
+        axes = tuple(node.args[1][i] for i in axes)
+        node = node.args[0]
+    return _Rows((node,), axes)
+
+
+def _rotated(node: Node) -> _Rows | None:
+    """Return the rows before the rotation that makes a node, or the parts of a node."""
+    rows = _permuted(node)
+    [end] = rows.parts
+    found = rotation_of(end, rows.axis)
+    if found is not None:
+        return rows._replace(
+            parts=(found.x,), tables=(found.tables,), interleaved=found.interleaved
+        )
+    if end.target is not _aten.cat.default or end.args[1:] != (rows.axis,):
+        return None
+    parts: Any = end.args[0]
+    turned = [rotation_of(x, rows.axis) or Rotation(x, Tables("none", (x,)), False) for x in parts]
+    widths = {(x.tables.channels, x.interleaved) for x in turned if x.tables.form != "none"}
+    if len(widths) != 1:
+        return None
+    [(_, interleaved)] = widths
+    tables = tuple(x.tables for x in turned)
+    own = _whole([x.x for x in turned], rows.axis)
+    return rows._replace(parts=own, tables=tables, interleaved=interleaved)
+
+
+def _whole(parts: Sequence[Node], axis: int) -> tuple[Node, ...]:
+    """Return the node whose slices along an axis are the parts in their order, or the parts."""
+    sources = {x.args[0] if x.target is _aten.slice.Tensor else None for x in parts}
+    source = sources.pop()
+    if sources or not isinstance(source, Node):
+        return tuple(parts)
+    begin, strides, step = 0, lies_at(value_of(source)), value_of(source).stride(axis)
+    for part in parts:
+        like = value_of(part)
+        if not same(lies_at(like), [strides[0] + begin * step, *strides[1:]]):
+            return tuple(parts)
+        begin += like.shape[axis]
+    return (source,) if same([begin], [value_of(source).shape[axis]]) else tuple(parts)
+
+
+def _normed(rows: _Rows) -> _Rows | None:
+    """Return the rows before their norm, if all have one with one vector of weights."""
+    if len(rows.parts) > 1:
+        return None
+    below = _permuted(rows.parts[0], rows.axes)
+    [end] = below.parts
+    norm = norm_of(end)
+    if norm is None or norm.norm != "rms" or norm.weight is None:
+        return None
+    if any(x is not None for x in norm.vectors[1:]):
+        return None
+    return rows._replace(parts=(norm.x,), axes=below.axes, norm=norm)
+
+
+def _can_be_read(rows: _Rows, end: Node) -> bool:
+    """Whether attention can read the rows in the place of q or k."""
+    parts = [value_of(x) for x in rows.parts]
+    alike = all(x.dtype == value_of(end).dtype and x.stride(-1) == 1 for x in parts)
+    return alike and rows.axes[-1] == len(rows.axes) - 1
+
+
+def _are_alone(ends: Sequence[Node], rows: Sequence[_Rows]) -> bool:
+    """Whether the nodes between rows and attention have no readers but each other."""
+    leaves = {node for one in rows for node in one.leaves}
+    inner: set[Node] = set()
+    nodes = [*ends]
+    while nodes:
+        node = nodes.pop()
+        if node not in inner and node not in leaves and not is_length(node):
+            inner.add(node)
+            nodes += node.all_input_nodes
+    return are_alone(inner, ends)
+
+
+# ---- the new call --------------------------------------------------------------------------------
+
+
+def _replace(graph: Graph, attention: Node, found: tuple[_Rows, _Rows], made: _Made) -> None:
+    arguments = SCHEMA.given(attention.args)
+    settings = SCHEMA.settings(attention.args)
+    of_call, old = settings.of_call, value_of(attention)
+    with graph.inserting_before(attention):
+        for name, rows in zip("qk", found, strict=True):
+            arguments[name] = _insert_rows(graph, rows)
+            if rows.norm is not None:
+                arguments[f"{name}_norm_weight"] = wide(graph, rows.norm.weight)
+                of_call = of_call._replace(qk_norm_eps=rows.norm.eps)
+        if found[0].tables:
+            arguments["rope_cos"], arguments["rope_sin"] = _insert_tables(graph, found[0], made)
+            of_call = of_call._replace(rope_interleaved=found[0].interleaved)
+        args = SCHEMA.flat(arguments, settings._replace(of_call=of_call))
+        val = attention.target(*map(value_of, args))
+        if same(lies_at(val), lies_at(old)):
+            attention.replace_all_uses_with(insert_call(graph, attention.target, args, val))
+            graph.erase_node(attention)
+
+
+def _insert_rows(graph: Graph, rows: _Rows) -> Node:
+    x, *others = rows.parts
+    if others:
+        x = insert(graph, _aten.cat.default, [*rows.parts], rows.axis)
+    if rows.axes == (0, 1, 2, 3):
+        return x
+    return insert(graph, _aten.permute.default, x, [*rows.axes])
+
+
+def _insert_tables(graph: Graph, rows: _Rows, made: _Made) -> tuple[Node, Node]:
+    """Return cos and sin of all positions, which are inserted once for all calls."""
+    key = rows.rotation
+    if key not in made:
+        head_dim = value_of(rows.parts[0]).shape[-1]
+        turning = {x: insert_tables(graph, x, head_dim) for x in rows.tables if x.form != "none"}
+        like, _ = next(iter(turning.values()))
+        pairs = [
+            turning.get(x) or insert_tables_of_none(graph, x, rows.axis, like) for x in rows.tables
+        ]
+        made[key] = pairs[0]
+        if len(pairs) > 1:
+            cos, sin = ([pair[i] for pair in pairs] for i in (0, 1))
+            made[key] = tuple(insert(graph, _aten.cat.default, own) for own in (cos, sin))
+    return made[key]
