@@ -92,8 +92,8 @@ def test_the_pass_tells_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     weight = [(OUT, WIDTH), (3, 2), (OUT,)]
     assert forms == [
-        ((*ROWS, WIDTH), [[*weight, (*ROWS, OUT), None]], [""], [None, "mirror", None, None]),
-        ((*ROWS, WIDTH), [weight, weight], ["", "silu"], [None, "mirror", None, None]),
+        ((*ROWS, WIDTH), [[*weight, (*ROWS, OUT), None]], [""], [None, "mirror", None, None, None]),
+        ((*ROWS, WIDTH), [weight, weight], ["", "silu"], [None, "mirror", None, None, None]),
     ]
 
 
