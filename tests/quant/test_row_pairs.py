@@ -99,10 +99,14 @@ def test_two_sides_take_no_more_registers_at_the_shape_of_flux() -> None:
 #: Line of the source, its replacement, and the finding.
 THEFTS = {
     "one channel too many of x": ("channel < split", "channel <= split", "outside x"),
-    "the right side from its split on": ("p.right_stride - p.split", "p.right_stride", "outside right"),
-    "the right side at the distance of x": ("row * p.right_stride", "row * p.X_stride", "outside right"),
+    "the right side from its split on": (
+        "p.right_stride - p.split", "p.right_stride", "outside right"
+    ),
+    "the right side at the distance of x": (
+        "row * p.right_stride", "row * p.X_stride", "outside right"
+    ),
     "x alone": ("channel < split ?", "true ?", "outside x"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("theft", THEFTS)
