@@ -1,4 +1,5 @@
-"""Two tensors side by side that INT8 layers by channel read in place of their concatenation.
+"""Two tensors side by side that INT8 layers by channel read in place of their concatenation, and
+slices that are joined again.
 
 Graphs run as Inductor's passes leave them, as in `test_interop_torch_epilogues`. The pass changes
 no number, so results have the bits of a graph that keeps the concatenation.
@@ -151,6 +152,48 @@ def test_other_concatenations_stay(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert all(one["right"] is None for one in graphs.products())
 
 
+#: Slices of x (2, 5, 256) that are joined: the tensor, or another.
+JOINED: dict[str, tuple[bool, Callable[[Any], Any]]] = {
+    "rows": (True, lambda x: torch.cat([x[:, :2], x[:, 2:]], 1)),
+    "three": (True, lambda x: torch.cat([x[:, :1], x[:, 1:3], x[:, 3:]], 1)),
+    "channels": (True, lambda x: torch.cat([x[..., :192], x[..., 192:]], -1)),
+    "in another order": (False, lambda x: torch.cat([x[:, 2:], x[:, :2]], 1)),
+    "one left out": (False, lambda x: torch.cat([x[:, :2], x[:, 3:], x[:, :1]], 1)),
+    "of two tensors": (False, lambda x: torch.cat([x[:, :2], (x + 1)[:, 2:]], 1)),
+    "of other strides": (
+        False, lambda x: (y := x.mT.contiguous().mT) is None or torch.cat([y[:, :2], y[:, 2:]], 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["block", "channel"])
+@pytest.mark.parametrize("name", JOINED)
+def test_slices_that_are_joined_are_their_tensor(name: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    whole, join = JOINED[name]
+    own, x = layer(channels=256, strategy=strategy), tensors(2, 5, 256)
+    y, graphs = epilogues.run(lambda x: own(join(x)), x)
+    assert torch.equal(y, own(join(x)))
+    (product,) = graphs.products()
+    assert whole == (product["x"].op == "placeholder") and (not whole or graphs.names() == [LAYER])
+
+
+def test_a_norm_whose_slices_are_joined_is_part_of_the_pass() -> None:
+    """As in HunyuanVideo, whose attention gets tokens of the image and of the text."""
+    torch.manual_seed(0)
+    one, other, norm = layer(channels=128), layer(channels=128), torch.nn.RMSNorm(128, dtype=HALF)
+    norm.requires_grad_(False)
+
+    def function(x: Any) -> Any:
+        y = norm(x)
+        return one(y), other(torch.cat([y[:, :2], y[:, 2:]], 1))
+
+    found, graphs = epilogues.run(function, tensors(2, 5, 128))
+    assert graphs.names() == [NORMED]
+    assert all((y - z).norm() < 0.01 * z.norm()
+               for y, z in zip(found, function(tensors(2, 5, 128)), strict=True))  # fmt: skip
+
+
 # ---- blocks of diffusers -------------------------------------------------------------------------
 
 
@@ -180,6 +223,8 @@ def test_single_blocks_store_no_concatenation_of_channels(
         dynamic=dynamic, monkeypatch=monkeypatch,
     )  # fmt: skip
     assert graphs.products()[-1]["right"] is not None
+    if not dynamic:
+        assert NORMED in graphs.names() and graphs.names().count(CAT) == 1  # image and text
     widths = [n.meta["val"].shape[-1] for n in graphs[-1].graph.nodes if str(n.target) == CAT]
     assert all(width == prologues.WIDTH for width in widths)
     assert not any("tanh" in name for name in graphs.names())

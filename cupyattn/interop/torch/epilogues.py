@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 
 from cupyattn.interop.torch import inductor_calls, linear_parts, precompile
 from cupyattn.interop.torch.activation_nodes import activated, gated, pattern
-from cupyattn.interop.torch.concatenations import sides_of
+from cupyattn.interop.torch.concatenations import join_slices, sides_of
 from cupyattn.interop.torch.graph_nodes import (
     is_row_of_factors,
     only_reader,
@@ -116,6 +116,8 @@ class _Epilogue(NamedTuple):
 
 def fuse(graph: Graph) -> None:
     """Replace layers by layers with their epilogues, and by calls of several layers."""
+    join_slices([node for node in graph.nodes if _is_layer(node)])
+    graph.eliminate_dead_code()  # slices without readers count as readers
     rest = []
     for node in list(graph.nodes):
         if not _is_layer(node):
