@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyattn.arrays.described import Described
-from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.described import Described, check_together
+from cupyattn.arrays.kinds import STORAGE, array_namespace
 from cupyattn.compiler.target import choose
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.operation import Operation, run
@@ -136,8 +136,17 @@ class ActQuantSettings(NamedTuple):
     strategy: str = "block"
 
 
+#: The arrays of a row's channels. The second is optional: channels after the channels of the first.
+SIDES = ("x", "right")
+
+
+def channels_of(arrays: Mapping[str, Described]) -> int:
+    """Return the number of channels of the rows of `SIDES`."""
+    return sum(arrays[name].shape[-1] for name in SIDES if name in arrays)
+
+
 class _ActQuant(Operation):
-    """Activations to codes as an operation."""
+    """Activations to codes as an operation; `SIDES` are quantised as their concatenation."""
 
     name = "act_quant"
 
@@ -152,15 +161,18 @@ class _ActQuant(Operation):
                 "backend='mirror'"
             )
         check_values("x", x, least_axes=1)
+        right = arrays.get("right")
+        if right is not None:
+            _check_right(x, right, settings)
         if backend == "mirror" or size != BLOCK_SIZE:
             return Problem(
                 what=self.name, backend="mirror", operands=arrays, results={}, settled=settings
             )
-        rows = x.with_whole_rows().rows()
+        sides = {name: arrays[name] for name in SIDES if name in arrays}
+        operands = {name: side.with_whole_rows().rows() for name, side in sides.items()}
         blocks = 1 if settings.strategy == "channel" else -(-x.shape[-1] // BLOCK_SIZE)
-        operands = {"x": rows}
         results = {
-            "codes": Result(x.shape, np.dtype(np.int8)),
+            "codes": Result((*x.shape[:-1], channels_of(arrays)), np.dtype(np.int8)),
             "scales": Result((*x.shape[:-1], blocks), STORAGE["float32"]),
         }
         if settings.outliers:
@@ -175,13 +187,17 @@ class _ActQuant(Operation):
         """Return the launch."""
         x, settings = problem.operands["x"], problem.settled
         if settings.strategy == "channel":
-            return Work.of(plan_row_quant(x.place, x.dtype.name))
+            right = problem.operands.get("right")
+            beside = None if right is None else right.place
+            return Work.of(plan_row_quant(x.place, x.dtype.name, right=beside))
         how = x.dtype.name, settings.outliers, settings.dtype
         return Work.of(plan_act_quant(x.place, *how))
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Compute codes and scales with the functions of the array's library."""
         x, settings, made = arrays["x"], problem.settled, {}
+        if "right" in arrays:
+            x = array_namespace(x).concatenate((x, arrays["right"]), axis=-1)
         if settings.outliers:
             place = arrays["place"]
             columns = np.flatnonzero(place >= 0)
@@ -196,6 +212,21 @@ class _ActQuant(Operation):
             x[..., columns] = 0
         codes, scales = quantize_rows(x, settings.block_size, settings.strategy)
         return {"codes": codes, "scales": scales, **made}
+
+
+def _check_right(x: Described, right: Described, settings: ActQuantSettings) -> None:
+    """Raise unless further channels go with the rows of x, each with one scale."""
+    if settings.strategy != "channel":
+        raise UnsupportedError(
+            f"right goes with strategy='channel', got {settings.strategy!r}: concatenate x and "
+            "right"
+        )
+    check_together(x=x, right=right)
+    if right.ndim != x.ndim or right.shape[:-1] != x.shape[:-1] or right.dtype != x.dtype:
+        raise ValueError(
+            f"right must have the rows and type of x, {x.dtype} of shape {(*x.shape[:-1], '*')}, "
+            f"got {right.dtype} of shape {right.shape}"
+        )
 
 
 ACT_QUANT = _ActQuant()

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
-from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
+from cupyattn.errors import UnsupportedError
+from cupyattn.ops.act_quant import ACT_QUANT, SIDES, ActQuantSettings, channels_of
 from cupyattn.ops.gemm import GEMM, GemmSettings
 from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
 from cupyattn.ops.operation import Operation, problem_of, run
@@ -53,7 +54,8 @@ def steps_before(rotate: str | None, smooth: bool = False) -> NormQuantSettings 
 class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
-    Its arrays are "x", and vectors of `norm_quant` by their names. The arrays of each product have
+    Its arrays are "x", optionally "right", whose channels follow the channels of x, and vectors of
+    `norm_quant` by their names. The arrays of each product have
     names that end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0"
     receives the result. Between the launches, codes and their scales are in scratch memory.
     """
@@ -66,11 +68,16 @@ class _Layers(Operation):
         x = arrays["x"]
         if settings.before is None:
             strategy = strategy_of_weight(arrays["b0"].shape, arrays["b_scales0"].shape)
-            channels = x.shape[-1]
+        elif "right" in arrays:
+            raise UnsupportedError(
+                "right goes with rows that are quantised as they are, not normalised, rotated or "
+                "multiplied by factors: concatenate x and right"
+            )
         else:
             strategy = settings.before.strategy
-            channels = columns_of(x.shape[-1], settings.before.activation or "")
         codes = _codes_of(settings, arrays, strategy)
+        gated = settings.before is not None and settings.before.activation
+        channels = columns_of(channels_of(arrays), gated or "")
         blocks = 1 if strategy == "channel" else -(-channels // BLOCK_SIZE)
         shapes = {"a": ((*x.shape[:-1], channels), "int8")}
         shapes["a_scales"] = (*x.shape[:-1], blocks), "float32"
@@ -145,7 +152,7 @@ def _codes_of(
 ) -> Problem:
     """Return how rows become codes."""
     before = settings.before
-    given = {name: arrays[name] for name in ("x", *VECTORS) if name in arrays}
+    given = {name: arrays[name] for name in (*SIDES, *VECTORS) if name in arrays}
     operation: Operation = ACT_QUANT
     asked: Any = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
     if before is not None:

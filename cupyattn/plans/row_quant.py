@@ -12,7 +12,7 @@ from cupyattn.kernels.limits import INT32_MAX, MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import GemmFeatures, OneLaunch
 from cupyattn.plans.records import Launch
-from cupyattn.plans.structs import ROW_QUANT_PARAMS
+from cupyattn.plans.structs import ROW_PAIR_PARAMS, ROW_QUANT_PARAMS
 
 #: Accesses that a lane keeps at most; the most warps that share a row, and of a thread block with
 #: short ones.
@@ -23,7 +23,9 @@ _FEW_ROWS, _ACCESSES, _ACCESSES_OF_MANY = 512, 4, 8
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
+def plan_row_quant(
+    x: Operand, dtype: str, buffer: str = "x", right: Operand | None = None
+) -> OneLaunch:
     """Plan the quantisation of rows with a scale for each.
 
     Parameters
@@ -34,6 +36,9 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
         Its storage type.
     buffer : str
         Its name.
+    right : Operand, optional
+        The further channels of these rows, (rows, others), contiguous last axis; the buffer
+        ``"right"``.
 
     Returns
     -------
@@ -45,8 +50,9 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
     UnsupportedError
         For more rows or channels than the kernel counts.
     """
-    rows, channels = x.shape
-    vec = widest(x)
+    sides = (x,) if right is None else (x, right)
+    rows, channels = x.shape[0], sum(side.shape[1] for side in sides)
+    vec = widest(*sides)
     features = GemmFeatures(dtype, 1, vec)
     if rows == 0:
         return OneLaunch(features=features)
@@ -62,12 +68,17 @@ def plan_row_quant(x: Operand, dtype: str, buffer: str = "x") -> OneLaunch:
     held = min(-(-accesses // (32 * warps)), _MOST_HELD)
     rows_of_block = max(1, _WARPS // warps)
     tiles = GemmTiles(rows_of_block, held * 32 * warps * vec, rows_of_block * warps, num_stages=1)
-    spec = ModuleSpec.of("linear/row_quant.cu", tiles.defines(), features.defines())
+    own = {} if right is None else {"CFG_PAIRED": 1}
+    spec = ModuleSpec.of("linear/row_quant.cu", tiles.defines(), features.defines(), own)
     params: dict[str, Any] = {
         "X": buffer, "codes": "codes", "scales": "scales", "X_stride": x.row_strides[0],
         "rows": rows, "channels": channels,
     }  # fmt: skip
+    struct = ROW_QUANT_PARAMS
+    if right is not None:
+        struct = ROW_PAIR_PARAMS
+        params |= {"right": "right", "right_stride": right.row_strides[0], "split": x.shape[1]}
     grid = -(-rows // rows_of_block)
-    structs = ((ROW_QUANT_PARAMS, params),)
+    structs = ((struct, params),)
     launch = Launch(spec, "row_quant", grid, tiles.num_threads, False, structs)
     return OneLaunch(features=features, launches=(launch,))

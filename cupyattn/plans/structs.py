@@ -192,6 +192,11 @@ ROW_QUANT_PARAMS = _struct([
     ("channels", "i4"),
 ])  # fmt: skip
 
+#: ``struct RowPairParams<true>`` of kernels_cu/linear/row_quant.cu.
+ROW_PAIR_PARAMS = _struct([
+    ("right", "u8"), ("right_stride", "i8"), ("split", "i4"),
+], ROW_QUANT_PARAMS)  # fmt: skip
+
 #: ``struct NormQuantParams`` of kernels_cu/linear/norm_quant.cu.
 NORM_QUANT_PARAMS = _struct([
     ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("weight", "u8"), ("bias", "u8"),

@@ -24,6 +24,7 @@ from cupyattn.diffusion.pruning import compact
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import Partial
 from cupyattn.kernels.tiles import GemmTiles
+from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import run
 from cupyattn.plans import unpack
@@ -31,6 +32,7 @@ from cupyattn.plans.gemm import plan_gemm
 from cupyattn.problem import gemm_form
 from cupyattn.quant import gemm_error, gemm_exact, nibbles
 from cupyattn.quant.activation import GLU, columns_of
+from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.quant.row_steps import RowSteps
 from cupyattn.reference.gemm import activate
 from cupyattn.reference.norm_quant import Vectors, norm_quant_exact
@@ -62,6 +64,14 @@ def codes(function: Any, shape: tuple[int, int], dtype: str, strategy: str) -> s
     x = _uneven(np.random.default_rng(3), shape, dtype)
     given = {"strategy": strategy}
     return _same(function(x, backend="interpret", **given), function(x, **given))
+
+
+def _side_by_side(left: int, right: int, dtype: str) -> str:
+    """Quantise rows of two tensors by the kernel, and their concatenation by the mirror."""
+    x = _uneven(np.random.default_rng(3), (9, left + right), dtype)
+    how = ActQuantSettings(BLOCK_SIZE, "interpret", strategy="channel")
+    sides = {"x": x[:, :left], "right": np.ascontiguousarray(x[:, left:])}
+    return _same(run(ACT_QUANT, how, sides).values(), ca.act_quant(x, strategy="channel"))
 
 
 def weight(shape: tuple[int, ...], dtype: str, block: int) -> str:
@@ -277,6 +287,10 @@ def layer_calls() -> dict[str, Callable[[], str]]:
         c[f"activations by row: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "channel")
         c[f"activations by block: {dtype}"] = partial(codes, ca.act_quant, shape, dtype, "block")
         c[f"weight by row: {dtype}"] = partial(codes, ca.weight_quant, shape, dtype, "channel")
+    for left, right, dtype in (
+        (72, 200, "float16"), (29, 300, "bfloat16"), (4000, 4278, "float16"),
+    ):  # fmt: skip
+        c[f"side by side: {left} and {right}"] = partial(_side_by_side, left, right, dtype)
     # Rows past the registers of a block.
     c["long activations: bfloat16"] = partial(codes, ca.act_quant, (3, 4141), "bfloat16", "channel")
     c["long activations: float16"] = partial(codes, ca.act_quant, (2, 8278), "float16", "channel")

@@ -6,6 +6,8 @@
 //              lane has a few accesses, all in flight before it reads the first.
 // Differs from act_quant.cu, whose groups of 128 numbers fit into a few neighbouring lanes. A row
 //              has any length, so warps combine results in shared memory.
+// PAIRED       A row's last channels lie in a second tensor: codes of a concatenation that is never
+//              stored. `split` and both widths are multiples of VEC, so an access has one source.
 // Kept simple  Numbers past BLOCK_N are read twice, the second time from the L2 cache.
 // Rounding     R1 scale, inverse, code: each operation rounded once (quant.cuh)
 // Mirror       cupyattn.reference.act_quant.quantize_rows with strategy="channel", to the bit
@@ -24,6 +26,14 @@ struct RowQuantParams {
   int32_t rows;
   int32_t channels;
 };
+template <bool>
+struct RowPairParams : RowQuantParams {};
+template <>
+struct RowPairParams<true> : RowQuantParams {
+  const void* right;  // [rows, channels - split] of elem_t; X is [rows, split]
+  int64_t right_stride;
+  int32_t split;
+};
 
 constexpr int ROW_WARPS = NUM_WARPS / BLOCK_M;  // that share a row
 constexpr int LANES = ROW_WARPS * WARP_SIZE;    // the same
@@ -38,6 +48,30 @@ static_assert(
 
 using Access = Words<elem_t, VEC>;
 
+// A row, read an access at a time, each from a channel on.
+template <bool>
+struct Row {
+  const elem_t* X;  // [channels]
+  __device__ __forceinline__ Row(const RowQuantParams& p, int64_t row)
+      : X(static_cast<const elem_t*>(p.X) + row * p.X_stride) {}
+  __device__ __forceinline__ const Access* at(int channel) const {
+    return reinterpret_cast<const Access*>(X + channel);
+  }
+};
+template <>
+struct Row<true> {
+  const Row<false> left;  // [split]
+  const elem_t* right;    // [channels], of which the first `split` do not exist
+  const int split;
+  __device__ __forceinline__ Row(const RowPairParams<true>& p, int64_t row)
+      : left(p, row),
+        right(static_cast<const elem_t*>(p.right) + row * p.right_stride - p.split),
+        split(p.split) {}
+  __device__ __forceinline__ const Access* at(int channel) const {
+    return reinterpret_cast<const Access*>((channel < split ? left.X : right) + channel);
+  }
+};
+
 // R1: codes of an access to a row, from a channel on.
 __device__ __forceinline__ void store_codes(int8_t* codes, const Access& x, float inverse) {
   int c[VEC];
@@ -47,26 +81,26 @@ __device__ __forceinline__ void store_codes(int8_t* codes, const Access& x, floa
 }
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void row_quant(
-    const __grid_constant__ RowQuantParams p) {
+    const __grid_constant__ RowPairParams<PAIRED> p) {
   griddepcontrol_launch_dependents();      // a product may begin
   __shared__ uint32_t of_warp[NUM_WARPS];  // bits of largest magnitudes
   const int lane = thread_id() % LANES;
   const int64_t row = int64_t(blockIdx.x) * BLOCK_M + warp_id() / ROW_WARPS;
   const int channels = row < p.rows ? p.channels : 0;  // of a row past the last nothing is read
-  const elem_t* X = static_cast<const elem_t*>(p.X) + row * p.X_stride;  // [channels]
+  const Row<PAIRED> X(p, row);
 
   Access x[HELD];
 #pragma unroll
   for (int a = 0; a < HELD; ++a) {
     x[a] = {};
     const int channel = (a * LANES + lane) * VEC;
-    if (channel < channels) x[a] = *reinterpret_cast<const Access*>(X + channel);
+    if (channel < channels) x[a] = *X.at(channel);
   }
 #pragma unroll
   for (int a = 0; a < HELD; ++a) x[a].use_from_here();
   Reach reach = reach_of(x);
   for (int channel = BLOCK_N + lane * VEC; channel < channels; channel += LANES * VEC) {
-    const Access rest[1] = {*reinterpret_cast<const Access*>(X + channel)};
+    const Access rest[1] = {*X.at(channel)};
     reach.admit(reach_of(rest));
   }
 
@@ -89,5 +123,5 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void row_quant(
     if (channel < channels) store_codes(codes + channel, x[a], scale.inverse);
   }
   for (int channel = BLOCK_N + lane * VEC; channel < channels; channel += LANES * VEC)
-    store_codes(codes + channel, *reinterpret_cast<const Access*>(X + channel), scale.inverse);
+    store_codes(codes + channel, *X.at(channel), scale.inverse);
 }

@@ -114,6 +114,9 @@
 #define CFG_FACTORS 0
 #define CFG_BLOCKS_PER_SM 1
 #endif
+#ifndef CFG_PAIRED  // rows that lie in one tensor
+#define CFG_PAIRED 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -260,6 +263,7 @@ constexpr bool BY_EIGHT = CFG_BY_EIGHT;          // eight numbers of these vecto
 enum class FactorsOf { TEAM, BLOCK, ROW };
 constexpr FactorsOf FACTORS_OF = FactorsOf(CFG_FACTORS);
 constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;  // thread blocks at a time
+constexpr bool PAIRED = CFG_PAIRED;               // a row continues in a second tensor
 
 // storage types
 template <int CODE>

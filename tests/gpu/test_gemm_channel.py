@@ -8,7 +8,10 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
+from cupyattn.ops.operation import run as run_call
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES
+from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
 from tests.gpu.support import arch_of, on_device
 from tests.gpu.test_gemm import FORMS, run
@@ -52,6 +55,24 @@ def test_rows_are_quantised_as_numpy_does(dtype: str) -> None:
                 for mine, theirs in zip(
                     function(*on_device(x), strategy="channel"), expected, strict=True
                 ):
+                    assert mine.get().tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_of_two_tensors_are_quantised_as_their_concatenation(dtype: str) -> None:
+    """Two contiguous tensors, then parts of wider rows; a first and a repeated call."""
+    how = ActQuantSettings(BLOCK_SIZE, "cuda", strategy="channel")
+    for count, left, right in (
+        (4608, 3072, 12_288), (7, 64, 200), (33, 129, 31), (5, 5000, 35_000), (3, 33_001, 64),
+    ):  # fmt: skip
+        wide = operand(3, STORAGE[dtype], (1, 1, count, left + right + 8), "wide")[0, 0]
+        (moved,) = on_device(wide)
+        apart = moved[:, :left].copy(), moved[:, 8 + left :].copy()
+        for x, y in (apart, (moved[:, :left], moved[:, 8 + left :])):
+            expected = ca.act_quant(np.hstack((x.get(), y.get())), strategy="channel")
+            for _ in range(2):
+                found = run_call(ACT_QUANT, how, {"x": x, "right": y}).values()
+                for mine, theirs in zip(found, expected, strict=True):
                     assert mine.get().tobytes() == theirs.tobytes()
 
 

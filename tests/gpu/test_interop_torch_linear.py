@@ -67,6 +67,35 @@ def test_the_weight_of_a_layer_is_read_on_its_device(strategy: str) -> None:
         weight.data_ptr()
 
 
+def test_a_single_block_reads_attention_and_mlp_where_they_lie() -> None:
+    """Compiled, the layer behind both has the bits of eager calls on their concatenation."""
+    torch.manual_seed(0)
+    width, wide = 3072, 12_288
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    linears = [torch.nn.Linear(n, m, **options).requires_grad_(False)
+               for n, m in ((width, wide), (width + wide, width))]  # fmt: skip
+    up, down = (interop.Int8Linear.from_linear(one, strategy="channel") for one in linears)
+    operator = torch.ops.cupyattn.int8_layer
+
+    def function(x: Any, a: Any, gate: Any) -> Any:
+        y = torch.nn.functional.gelu(up(x), approximate="tanh")
+        return x + gate * down(torch.cat([a.flatten(2), y], dim=2))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True)
+    for rows in (300, 4608):
+        x, gate = (torch.randn(1, n, width, **options) for n in (rows, 1))
+        a = torch.randn(1, rows, 24, 128, **options)
+        with torch.no_grad():
+            y = up(x, activation="gelu_tanh")
+            expected = down(torch.cat([a.flatten(2), y], dim=2), residual=x, gate=gate)
+            weight = down.weight_codes, down.weight_scale, down.bias, x, gate
+            own = operator(a.flatten(2), *weight, "", None, None, None, None, y)
+            assert torch.equal(own, expected)
+            for _ in range(4):  # the last are launches of a graph
+                assert torch.equal(compiled(x, a, gate), expected)
+
+
 def test_the_pass_in_front_of_a_product_is_captured_and_compiled() -> None:
     x = torch.randn(512, 3072, device="cuda").to(torch.bfloat16)
     shift = torch.randn(1, 3072, device="cuda").to(torch.bfloat16)

@@ -103,6 +103,21 @@ def test_lengths_that_are_symbols_are_passed() -> None:
             assert same(compiled(rows(*shape)), model(rows(*shape)))
 
 
+def test_two_tensors_side_by_side_are_read_where_they_lie() -> None:
+    torch.manual_seed(0)
+    own = torch.nn.Linear(2 * WIDTH, WIDTH).half().requires_grad_(False)
+    layer = interop.Int8Linear.from_linear(own, strategy="channel", backend="mirror")
+
+    def function(x: Any, wide: Any) -> Any:
+        return layer(torch.cat([x, wide.unflatten(-1, (2, WIDTH))[..., 1, :]], -1))
+
+    given = rows(), torch.cat([rows(), rows()], -1)
+    found, code = code_of(torch.compile(function, fullgraph=True), *given)
+    assert code.count("cupyattn_place('int8_layer', ('cpu', 0), 5, []") == 1
+    assert "cpp_fused" not in code
+    assert torch.equal(found, function(*given))
+
+
 def attend(q: Any, k: Any, v: Any) -> Any:
     return interop.attention(q, k, v, causal=True, backend="mirror"), q.shape[2]
 

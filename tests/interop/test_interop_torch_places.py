@@ -239,6 +239,27 @@ def test_lengths_are_part_of_what_is_looked_up(
     assert len({*grids}) == 2 and len(host.driver.replays) >= 2
 
 
+def test_a_layer_of_two_tensors_side_by_side_gets_both(
+    host: Host,  # noqa: F811
+    memory: Memory,
+) -> None:
+    given = operands(5, "channel")
+    weight = [Given(given["b"]), Given(given["b_scales"])]
+    wide = array((2, 5, K))  # the right side is a part of longer rows
+    right = Given(cupy.ndarray((2, 5, K // 2), wide.dtype, wide.data, wide.strides))
+    call = places.place(
+        "int8_layer", ("cuda", 0), 4, (), (RESULT,),
+        "(t0, t1, t2, None, None, None, 'gelu', 'sm_90', None, None, None, t3, )", "y0",
+    )  # fmt: skip
+    x = Given(array((2, 5, K // 2)))
+    for _ in range(5):
+        again(memory, call, x, *weight, right)
+        entry, quantised = host.passed(len(host.driver.launches) - 2)
+        assert entry == "row_quant" and quantised["right"] == right.data_ptr()
+        assert quantised["x"] == x.data_ptr()
+    assert known(call)
+
+
 def test_several_layers_return_a_list(
     host: Host,  # noqa: F811
     memory: Memory,

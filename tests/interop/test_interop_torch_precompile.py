@@ -60,6 +60,14 @@ def test_the_modules_of_the_call_are_begun_once(begun: list[Any], arch: str | No
     assert {str(spec) for spec, _ in begun} == launched(arch or "sm_90a")
 
 
+def test_the_module_that_reads_two_tensors_is_begun(begun: list[Any]) -> None:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        x, right = (fake((*ROWS, WIDTH // 2), "bfloat16") for _ in range(2))
+        layer = [fake((OUT, WIDTH), "int8"), fake((OUT, 1), "float32")]
+        precompile.begin(x, [layer], [""], None, None, None, None, right)
+    assert ("CFG_PAIRED", 1) in begun[0][0].defines and len(begun) == 2
+
+
 def test_nothing_is_begun_that_is_not_known_or_not_needed(begun: list[Any]) -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         layer = [fake(form, dtype) for form, dtype in FORMS.values()][:3]
@@ -92,8 +100,8 @@ def test_the_pass_tells_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     weight = [(OUT, WIDTH), (3, 2), (OUT,)]
     assert forms == [
-        ((*ROWS, WIDTH), [[*weight, (*ROWS, OUT), None]], [""], [None, "mirror", None, None]),
-        ((*ROWS, WIDTH), [weight, weight], ["", "silu"], [None, "mirror", None, None]),
+        ((*ROWS, WIDTH), [[*weight, (*ROWS, OUT), None]], [""], [None, "mirror", None, None, None]),
+        ((*ROWS, WIDTH), [weight, weight], ["", "silu"], [None, "mirror", None, None, None]),
     ]
 
 

@@ -73,12 +73,18 @@ def declared(mirror: Mirror) -> tuple[str, list[tuple[str, np.dtype[Any]]]]:
     return found[0], fields
 
 
+def in_kernel(mirror: Mirror) -> str:
+    """Return the text of a struct of a kernel's file, with the structs that precede it."""
+    text, own = code(kc.KERNELS / mirror.file), declared(mirror)[0]
+    return text[text.index("struct ") : text.index(own) + len(own)]
+
+
 def check_layout(table: np.dtype[Any], mirror: Mirror, folder: Path) -> None:
     """Let the compiler say where the fields of a struct lie, and how large they are."""
     struct = mirror.struct
     header = mirror.file if mirror.file.endswith(".cuh") else "prims/params.cuh"
     lines = [f'#include "{header}"']
-    lines += [] if header == mirror.file else [declared(mirror)[0]]
+    lines += [] if header == mirror.file else [in_kernel(mirror)]
     lines += [f"static_assert(sizeof({struct}) == {table.itemsize});"]
     for name, (kind, offset, *_) in (table.fields or {}).items():
         # offsetof of the compiler's front end: NVRTC brings no <cstddef>

@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from cupyattn.interop.torch import attention_rows, inductor_calls, linear_parts, precompile
 from cupyattn.interop.torch.activation_nodes import activated, gated, pattern
+from cupyattn.interop.torch.concatenations import join_slices, sides_of
 from cupyattn.interop.torch.graph_nodes import (
     CONVERT,
     insert_call,
@@ -94,6 +95,7 @@ def _uuid() -> str:
     names = (
         here.name, "prologues.py", "activation_nodes.py", "graph_nodes.py", "linear_parts.py",
         "inductor_calls.py", "places.py", "attention_rows.py", "rotations.py", "schema.py",
+        "concatenations.py",
     )  # fmt: skip
     sources = [here.with_name(name).read_bytes() for name in names]
     return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
@@ -120,6 +122,8 @@ def fuse(graph: Graph) -> None:
     Attention gets the norms and rotary embeddings of q and k.
     """
     attention_rows.fold(graph)
+    join_slices([node for node in graph.nodes if _is_layer(node)])
+    graph.eliminate_dead_code()  # slices without readers count as readers
     rest = []
     for node in list(graph.nodes):
         if not _is_layer(node):
@@ -176,7 +180,9 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
 
 
 def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
-    x, weight, weight_scale, bias, _, *where = _arguments(node)
+    _, weight, weight_scale, bias, _, *where = _arguments(node)
+    x, right = _sides([node])
+    where.append(right)
     beside = found.residual, found.gate, found.activation
     args = x, weight, weight_scale, bias, *beside, *where
     _begin_to_compile(x, [args[1:6]], [found.activation], where)
@@ -187,7 +193,9 @@ def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
 
 def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     first = next(iter(found))
-    x, _, _, _, _, *where = _arguments(first)
+    where = [*_arguments(first)[5:]]
+    x, right = _sides([*found])
+    where.append(right)
     operands = [[node.args[place] for node in found] for place in (1, 2, 3)]
     activations = [one.activation for one in found.values()]
     vals = [value_of(one.end) for one in found.values()]
@@ -202,16 +210,27 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
 
 def _prologue(group: Sequence[Node]) -> Prologue | None:
     """Return the steps on the rows of layers by channel, if nothing else reads these rows."""
-    x = group[0].args[0]
-    by_channel = all(value_of(node.args[2]).shape[-1] == 1 for node in group)
-    if not by_channel or not isinstance(x, Node) or set(x.users) != {*group}:
-        return None
-    strategies = {strategy_of_weight(*(tuple(value_of(node.args[i]).shape) for i in (1, 2)))
-                  for node in group}  # fmt: skip
-    found = prologue_of(x) if strategies == {"channel"} else None
+    found = prologue_of(group[0].args[0]) if _have_own_rows(group) else None
     smooth = _arguments(group[0])[-1]
     # Factors of channels would be behind an activation, where the pass has none.
     return None if found is not None and found.activation and smooth is not None else found
+
+
+def _sides(group: Sequence[Node]) -> tuple[Node, Node | None]:
+    """Return the input of layers, or the two tensors of which it is the concatenation."""
+    x, *_, rotate, smooth = _arguments(group[0])
+    found = sides_of(x) if rotate is None and smooth is None and _have_own_rows(group) else None
+    return found or (x, None)
+
+
+def _have_own_rows(group: Sequence[Node]) -> bool:
+    """Whether layers are by channel, and nothing else reads their input."""
+    x = group[0].args[0]
+    if not isinstance(x, Node) or set(x.users) != {*group}:
+        return False
+    strategies = {strategy_of_weight(*(tuple(value_of(node.args[i]).shape) for i in (1, 2)))
+                  for node in group}  # fmt: skip
+    return strategies == {"channel"}
 
 
 def _replace_by_normed(

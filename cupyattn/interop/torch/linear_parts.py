@@ -34,6 +34,7 @@ def multiply(
     backend: str | None,
     rotate: str | None = None,
     smooth: Tensor | None = None,
+    right: Tensor | None = None,
     *,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
@@ -54,6 +55,8 @@ def multiply(
         As for `cupyattn.norm_quant`.
     smooth : Tensor, (in,), float32, optional
         What rows are multiplied by before they are rotated.
+    right : Tensor, (..., others), optional
+        Channels after the channels of x, for layers by channel without `rotate` and `smooth`.
     before : NormQuantSettings, optional
         In place of both: the steps on rows before they are quantised.
     vectors : sequence
@@ -68,15 +71,20 @@ def multiply(
     if before is None:
         before, vectors = steps_before(rotate, smooth is not None), (smooth,)
     settings = LayersSettings(dtype, activations, arch, backend, before)
-    found: list[Tensor] = run(LAYERS, settings, named(x, layers, vectors), library=_OF_LAYERS)
+    found: list[Tensor] = run(
+        LAYERS, settings, named(x, layers, vectors, right), library=_OF_LAYERS
+    )
     return found
 
 
 def named(
-    x: Tensor, layers: Sequence[Sequence[Tensor | None]], vectors: Sequence[Tensor | None] = ()
+    x: Tensor,
+    layers: Sequence[Sequence[Tensor | None]],
+    vectors: Sequence[Tensor | None] = (),
+    right: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors of `multiply` by the names of the plan's buffers."""
-    tensors = {"x": x}
+    tensors = {"x": x} if right is None else {"x": x, "right": right}
     given = zip(VECTORS, vectors, strict=False)
     tensors |= {name: vector for name, vector in given if vector is not None}
     for number, layer in enumerate(layers):
@@ -130,10 +138,11 @@ def _layers(
     backend: str | None,
     rotate: str | None = None,
     smooth: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> list[Tensor]:
     _check_counts(weights, scales, biases, activations)
     operands = [*zip(weights, scales, biases, strict=True)]
-    return multiply(x, operands, tuple(activations), arch, backend, rotate, smooth)
+    return multiply(x, operands, tuple(activations), arch, backend, rotate, smooth, right)
 
 
 def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
@@ -223,13 +232,14 @@ def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
 layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
-    "str activation, str? arch, str? backend, str? rotate=None, Tensor? smooth=None",
+    "str activation, str? arch, str? backend, str? rotate=None, Tensor? smooth=None, "
+    "Tensor? right=None",
     "Tensor", run_layer, _layer_fake,
 )  # fmt: skip
 layers = define(
     "int8_layers",
     "Tensor x, Tensor[] weights, Tensor[] weight_scales, Tensor?[] biases, str[] activations, "
-    "str? arch, str? backend, str? rotate=None, Tensor? smooth=None",
+    "str? arch, str? backend, str? rotate=None, Tensor? smooth=None, Tensor? right=None",
     "Tensor[]", _layers, _layers_fake,
 )  # fmt: skip
 

@@ -32,6 +32,7 @@ def begin(
     backend: str | None,
     rotate: str | None = None,
     smooth: Tensor | None = None,
+    right: Tensor | None = None,
     *,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
@@ -40,13 +41,13 @@ def begin(
 
     Parameters
     ----------
-    x, layers, activations, arch, backend, rotate, smooth, before, vectors
+    x, layers, activations, arch, backend, rotate, smooth, right, before, vectors
         As for that function; the tensors are fake, and only their forms are read. Calls with few
         rows or symbolic lengths are compiled when they first run.
     """
     if before is None:
         before, vectors = steps_before(rotate, smooth is not None), (smooth,)
-    tensors = named(x, layers, vectors)
+    tensors = named(x, layers, vectors, right)
     known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
     if x.device.type != "cuda" or backend == "mirror" or not known:
         return

@@ -1,0 +1,95 @@
+"""Recognise concatenations before INT8 layers in Inductor's graphs.
+
+The pass that quantises rows reads the channels of two tensors, so that their concatenation is not
+stored. Slices that are concatenated in their order are the tensor of which they are slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from cupyattn.interop.torch.graph_nodes import same, value_of
+
+_aten = torch.ops.aten
+
+
+def sides_of(node: Node) -> tuple[Node, Node] | None:
+    """Return two tensors whose channels a node concatenates, or None.
+
+    Parameters
+    ----------
+    node : Node
+        The input of layers.
+
+    Returns
+    -------
+    (Node, Node) or None
+        Tensors of the node's type, whose rows the pass reads without a copy.
+    """
+    tensors, axis = _concatenated(node)
+    like = value_of(node)
+    if len(tensors) != 2 or axis != like.dim() - 1:
+        return None
+    left, right = tensors
+    return (left, right) if all(_goes_with(like, value_of(x)) for x in tensors) else None
+
+
+def join_slices(layers: Iterable[Node]) -> None:
+    """Let layers, and concatenations that they read, read tensors that are joined of slices.
+
+    Parameters
+    ----------
+    layers : iterable of Node
+        Their first argument is their input.
+    """
+    for layer in layers:
+        _read_whole(layer, layer.args[0])
+        x = layer.args[0]
+        for side in _concatenated(x)[0]:
+            _read_whole(x, side)
+
+
+def _read_whole(reader: Node, node: Node) -> None:
+    whole = _joined(node)
+    if whole is not None:
+        reader.replace_input_with(node, whole)
+
+
+def _joined(node: Node) -> Node | None:
+    """Return the tensor of which a node joins all slices, if both have the same strides."""
+    slices, axis = _concatenated(node)
+    sources = {one.args[0] if one.target is _aten.slice.Tensor else one for one in slices}
+    if len(sources) != 1:
+        return None
+    (source,) = sources
+    whole, place = value_of(source), value_of(source).storage_offset()
+    if not same((*whole.shape, *whole.stride()), (*value_of(node).shape, *value_of(node).stride())):
+        return None
+    for one in map(value_of, slices):
+        if not same((one.storage_offset(), *one.stride()), (place, *whole.stride())):
+            return None
+        place += one.shape[axis] * whole.stride(axis)
+    return source
+
+
+def _concatenated(node: Node) -> tuple[Sequence[Node], int]:
+    """Return the tensors that a node concatenates, none if it does not, and their axis."""
+    if node.target is not _aten.cat.default or node.kwargs:
+        return (), 0
+    tensors, axis = (*node.args, 0)[:2]  # graphs leave out axis 0
+    return tensors, axis % value_of(node).dim()
+
+
+def _goes_with(like: Any, side: Any) -> bool:
+    """Whether a tensor has the rows and the type of another, all rows at one stride."""
+    if side.dtype != like.dtype or not same(side.shape[:-1], like.shape[:-1]):
+        return False
+    width, (*strides, last) = side.shape[-1], side.stride()
+    if not isinstance(width, int) or width == 0 or last != 1:
+        return False
+    axes = [(n, s) for n, s in zip(side.shape, strides, strict=False) if not same([n], [1])]
+    return all(same([s], [m * t]) for (_, s), (m, t) in zip(axes, axes[1:], strict=False))
