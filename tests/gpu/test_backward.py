@@ -24,6 +24,7 @@ from tests.backward.backward_cases import (
     BackwardRun,
     Received,
     admitting,
+    file_of,
     gradients_of_lse,
     pairs_taken,
     received,
@@ -110,9 +111,9 @@ def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> No
                     (*map(embedded, inputs[:5]), *on_device(inputs[5])),
                     **options_of(form), **moved(options),
                 )
-                for inputs, options in revealing_of(fault.hunks[0].file, form)
+                for inputs, options in revealing_of(file_of(fault), form)
             )  # fmt: skip
-        with taken_from(fault.hunks[0].file):
+        with taken_from(file_of(fault)):
             assert any(not one.judge().passed for one in runs), f"{form}: {fault.sentence}"
 
 
