@@ -76,8 +76,11 @@ struct MaskedStorage<true> : SharedStorage {
   alignas(16) uint32_t bits[NUM_STAGES][STEP_WORDS];
 };
 using Storage = BiasedStorage<MaskedStorage<MASK>, BIAS_BYTES>;
-extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
-constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);        // of Q, and of dO
+// NOTE: room to align the base where there is any. A float32 bias of 128 rows leaves none.
+constexpr int MOST_BYTES = 227 * 1024;
+extern "C" __device__ int smem_bytes =
+    sizeof(Storage) + 1024 < MOST_BYTES ? sizeof(Storage) + 1024 : sizeof(Storage);
+constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);  // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
 static_assert(
@@ -283,7 +286,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map,
     const __grid_constant__ KeysParams<MASK> grad BIAS_PARAMETER) {
-  extern __shared__ unsigned char shared_bytes[];
+  alignas(1024) extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);

@@ -1,6 +1,7 @@
 // gradient_bias.cuh -- a bias added to transposed scores, whose rows are keys, in the layout of
-// wgmma. It comes from boxes in shared memory, transposed as they are loaded. If it is the same for
-// all query rows, each lane reads the bias of its two keys from memory.
+// wgmma. It comes from boxes in shared memory, transposed as they are loaded; of float32 each lane
+// loads its own. If it is the same for all query rows, each lane reads that of its two keys from
+// memory.
 #pragma once
 
 #include "prims/instructions/mbarrier.cuh"
@@ -13,10 +14,13 @@ constexpr int BIAS_BYTES = DENSE_BIAS ? BIAS_BOXES * BIAS_BOX_PITCH : 0;  // of 
 
 // ---- the producer ----------------------------------------------------------------------------
 
-// Appended to shared memory: the bias of one step, in boxes [BLOCK_Q, 64 keys].
-template <typename Base, int BYTES>
-struct BiasedStorage : Base {
+// In front of shared memory, which leaves no gap: the bias of one step, in boxes of BLOCK_Q rows.
+template <int BYTES>
+struct BiasBoxes {
   alignas(1024) unsigned char bias[BYTES];
+};
+template <typename Base, int BYTES>
+struct BiasedStorage : BiasBoxes<BYTES>, Base {
   Mbarrier bias_empty;
 };
 template <typename Base>
@@ -63,20 +67,18 @@ struct KeysBias {
   __device__ __forceinline__ void release(Smem&) const {}
 };
 
-template <>
-struct KeysBias<BiasKind::DENSE> {
+// A bias of 16 bits, in boxes of 64 keys.
+template <typename T>
+struct DenseBias {
   uint32_t corner;  // shared address of this lane's row of the first four matrices
 
-  template <typename Smem>
-  __device__ __forceinline__ KeysBias(const Smem& smem, int key0, int) {
+  __device__ __forceinline__ DenseBias(const unsigned char* boxes, int key0) {
     const int row = lane_id() / 16 * 8 + lane_id() % 8;
     const int chunk = key0 % BIAS_BOX_COLS / 8 + lane_id() / 8 % 2;  // of 8 keys
-    corner = shared_address(smem.bias + key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH) + row * 128 +
+    corner = shared_address(boxes + key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH) + row * 128 +
              (chunk ^ row % 8) * 16;
   }
-  __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
   // R3: products to scores in natural units.
-  template <typename T = bias_t>
   __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
 #pragma unroll
     for (int n = 0; n < BLOCK_Q / 8; n += 2) {
@@ -90,6 +92,42 @@ struct KeysBias<BiasKind::DENSE> {
       }
     }
   }
+};
+
+// A bias of float32, in boxes of 32 keys. No two lanes of a load meet in a bank: the swizzle keeps
+// four rows apart, and a chunk has four keys.
+template <>
+struct DenseBias<float> {
+  uint32_t corner;  // shared address of the warp's first key
+
+  __device__ __forceinline__ DenseBias(const unsigned char* boxes, int key0) {
+    const int byte = key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH + key0 % BIAS_BOX_COLS * 4;
+    corner = uniform(shared_address(boxes + byte));
+  }
+  // R3: products to scores in natural units.
+  __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
+    int lane;  // NOTE: volatile, or a register of every step keeps the address, and others spill
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const int row = lane % 4 * 2, key = lane / 4;
+    const uint32_t first = (corner ^ (key / 4 ^ row) * 16) + row * 128 + key % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < BLOCK_Q / 2; ++i) {
+      const int next = i % 4;  // the next row, eight keys further, or both: another chunk
+      float bias;
+      asm volatile("ld.volatile.shared.f32 %0, [%1];"
+                   : "=f"(bias)
+                   : "r"((first ^ next * 16) + next % 2 * 128 + i / 4 * 1024));
+      S_acc[i] = biased_score(S_acc[i], scale, bias);
+    }
+  }
+};
+
+template <>
+struct KeysBias<BiasKind::DENSE> : DenseBias<bias_t> {
+  template <typename Smem>
+  __device__ __forceinline__ KeysBias(const Smem& smem, int key0, int)
+      : DenseBias<bias_t>(smem.bias, key0) {}
+  __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
   // One lane, once all lanes have added.
   template <typename Smem>
   __device__ __forceinline__ void release(Smem& smem) const {
