@@ -215,8 +215,8 @@ def _of_bias(call: AttentionSpec, bias: Operand) -> str:
     """Return why the Hopper form does not take the bias of a call; "" if it does."""
     if call.head_dim > SUMMED:
         return f"takes no bias past head_dim {SUMMED}"
-    if call.softcap or call.packed is not None:
-        return "takes no bias with a softcap or of packed sequences"
+    if call.packed is not None:
+        return "takes no bias of packed sequences"
     kind = score_kind(bias, "dense")
     if kind == "rows":
         return "takes no bias that is the same for all keys"

@@ -177,6 +177,8 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (72, 150, 140, {"bias": admitting((2, 1, 140), "float32"), "mask": sparse((2, 150, 1))}),
         (64, 300, 140, {"bias": admitting((2, 300, 140), "float32"), "causal": True}),
         (128, 70, 270, {"bias": admitting((70, 270), "float32"), "mask": sparse((2, 70, 1))}),
+        (64, 150, 140, {"bias": admitting((2, 150, 140), "float16"), "softcap": 1.5}),
+        (128, 70, 140, {"bias": admitting((2, 1, 140), "float32"), "softcap": 2, "causal": True}),
     )  # fmt: skip
     yield from _with_their_options(some)
 

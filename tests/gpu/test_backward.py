@@ -203,6 +203,8 @@ OF_SCORES: dict[str, dict[str, Any]] = {
     "bias": {"bias": admitting((2, 4, 700, 904), "float16")},
     "bias of keys": {"bias": admitting((2, 1, 1, 904), "float32"), "causal": True},
     "bias and mask": {"bias": admitting((700, 904), "bfloat16"), "mask": sparse((2, 1, 1, 904))},
+    "bias in float32": {"bias": admitting((4, 700, 904), "float32")},
+    "softcap and bias": {"softcap": 2.0, "bias": admitting((700, 904), "bfloat16")},
     "gradient of lse": {"d_lse": gradients_of_lse(np.random.default_rng(0), (2, 4, 700))},
 }
 

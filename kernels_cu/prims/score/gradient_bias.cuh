@@ -48,7 +48,8 @@ __device__ __forceinline__ void copy_bias(
 
 // ---- the consumers ---------------------------------------------------------------------------
 
-// R3: the score of a product in natural units, as Scores::of has it.
+// R3: the score of a product, or of a capped score with a factor of 1, in natural units, as
+// Scores::of has it.
 // NOTE: the factor is inside the condition. Outside, NVRTC 13.5 multiplies all scores first and
 // spills up to 116 bytes.
 __device__ __forceinline__ float biased_score(float S, float scale, float bias) {
@@ -63,61 +64,82 @@ struct KeysBias {
   __device__ __forceinline__ KeysBias(const Smem&, int, int) {}
   __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
   __device__ __forceinline__ void add(float (&)[BLOCK_Q / 2], float) const {}
+  __device__ __forceinline__ Vec<float, 4> of_rows(int) const { return {}; }
   template <typename Smem>
   __device__ __forceinline__ void release(Smem&) const {}
 };
 
-// A bias of 16 bits, in boxes of 64 keys.
+// One number of shared memory.
+__device__ __forceinline__ float load_shared(uint32_t address, float) {
+  float x;
+  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+  return x;
+}
+template <typename T>
+__device__ __forceinline__ float load_shared(uint32_t address, T) {
+  uint16_t x;
+  asm volatile("ld.volatile.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
+  return to_floats(x, T()).v[0];
+}
+
+// The bias of a step, in boxes of 128 bytes a row.
 template <typename T>
 struct DenseBias {
-  uint32_t corner;  // shared address of this lane's row of the first four matrices
+  static constexpr int CHUNK = 16 / sizeof(T);  // keys that the swizzle keeps together
+  uint32_t corner;                              // shared address of the warp's first key
 
   __device__ __forceinline__ DenseBias(const unsigned char* boxes, int key0) {
-    const int row = lane_id() / 16 * 8 + lane_id() % 8;
-    const int chunk = key0 % BIAS_BOX_COLS / 8 + lane_id() / 8 % 2;  // of 8 keys
-    corner = shared_address(boxes + key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH) + row * 128 +
-             (chunk ^ row % 8) * 16;
-  }
-  // R3: products to scores in natural units.
-  __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
-#pragma unroll
-    for (int n = 0; n < BLOCK_Q / 8; n += 2) {
-      uint32_t pair[4];  // of key and key + 8: two rows, then those 8 rows further
-      ldmatrix_x4_trans(pair, corner + n * 8 * 128);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Vec<float, 2> b = to_floats(pair[j], T());
-        float* S = &S_acc[4 * n + 2 * j];  // [2]
-        S[0] = biased_score(S[0], scale, b.v[0]), S[1] = biased_score(S[1], scale, b.v[1]);
-      }
-    }
-  }
-};
-
-// A bias of float32, in boxes of 32 keys. No two lanes of a load meet in a bank: the swizzle keeps
-// four rows apart, and a chunk has four keys.
-template <>
-struct DenseBias<float> {
-  uint32_t corner;  // shared address of the warp's first key
-
-  __device__ __forceinline__ DenseBias(const unsigned char* boxes, int key0) {
-    const int byte = key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH + key0 % BIAS_BOX_COLS * 4;
+    const int byte = key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH + key0 % BIAS_BOX_COLS * sizeof(T);
     corner = uniform(shared_address(boxes + byte));
   }
+  // NOTE: volatile, or a register of every step keeps the address of a lane, and others spill.
+  static __device__ __forceinline__ int volatile_lane() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+  }
+  // Shared address of a row, and of a key from the warp's first key on.
+  __device__ __forceinline__ uint32_t address(int row, int key) const {
+    return (corner ^ (key / CHUNK ^ row % 8) * 16) + row * 128 + key % CHUNK * sizeof(T);
+  }
+  // The bias of the scores 4 n to 4 n + 3. No two lanes of a load meet in a bank: the swizzle keeps
+  // four rows apart.
+  __device__ __forceinline__ Vec<float, 4> of_rows(int n) const {
+    const int lane = volatile_lane();
+    const uint32_t first = address(lane % 4 * 2, lane / 4);
+    Vec<float, 4> b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int odd = i % 2, eight = i / 2;  // the next row, eight keys further
+      const uint32_t chunk = first ^ (odd ^ eight * (8 / CHUNK)) * 16;
+      b.v[i] = load_shared(chunk + odd * 128 + n * 1024, T());
+    }
+    return b;
+  }
   // R3: products to scores in natural units.
   __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
-    int lane;  // NOTE: volatile, or a register of every step keeps the address, and others spill
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    const int row = lane % 4 * 2, key = lane / 4;
-    const uint32_t first = (corner ^ (key / 4 ^ row) * 16) + row * 128 + key % 4 * 4;
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int i = 0; i < BLOCK_Q / 2; ++i) {
-      const int next = i % 4;  // the next row, eight keys further, or both: another chunk
-      float bias;
-      asm volatile("ld.volatile.shared.f32 %0, [%1];"
-                   : "=f"(bias)
-                   : "r"((first ^ next * 16) + next % 2 * 128 + i / 4 * 1024));
-      S_acc[i] = biased_score(S_acc[i], scale, bias);
+      for (int n = 0; n < BLOCK_Q / 8; ++n) {
+        const Vec<float, 4> b = of_rows(n);
+        float* S = &S_acc[4 * n];  // [4]
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S[i] = biased_score(S[i], scale, b.v[i]);
+      }
+    } else {
+      const int lane = volatile_lane();
+      const uint32_t matrix = address(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
+#pragma unroll
+      for (int n = 0; n < BLOCK_Q / 8; n += 2) {
+        uint32_t pair[4];  // of key and key + 8: two rows, then those 8 rows further
+        ldmatrix_x4_trans(pair, matrix + n * 1024);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const Vec<float, 2> b = to_floats(pair[j], T());
+          float* S = &S_acc[4 * n + 2 * j];  // [2]
+          S[0] = biased_score(S[0], scale, b.v[0]), S[1] = biased_score(S[1], scale, b.v[1]);
+        }
+      }
     }
   }
 };
@@ -150,6 +172,9 @@ struct KeysBias<BiasKind::KEYS> {
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 2; ++i)
       S_acc[i] = biased_score(S_acc[i], scale, bias[i / 2 % 2]);  // R3
+  }
+  __device__ __forceinline__ Vec<float, 4> of_rows(int) const {
+    return {{bias[0], bias[0], bias[1], bias[1]}};
   }
   template <typename Smem>
   __device__ __forceinline__ void release(Smem&) const {}
