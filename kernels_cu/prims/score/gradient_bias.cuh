@@ -127,7 +127,7 @@ struct DenseBias {
         for (int i = 0; i < 4; ++i) S[i] = biased_score(S[i], scale, b.v[i]);
       }
     } else {
-      const int lane = volatile_lane();
+      const int lane = lane_id();
       const uint32_t matrix = address(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
 #pragma unroll
       for (int n = 0; n < BLOCK_Q / 8; n += 2) {
