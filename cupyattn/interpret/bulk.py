@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.interpret.access import address_reader, copy_async
-from cupyattn.interpret.cluster import RANK_BITS, WITHIN
-from cupyattn.interpret.memory import WINDOWS, GlobalMemory
+from cupyattn.interpret.memory import RANK_BITS, WINDOWS, WITHIN, GlobalMemory
 from cupyattn.interpret.operation import DTYPES
 from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Address, Immediate, Instruction, Operand

@@ -1,7 +1,8 @@
 """Clusters of blocks (sm_90): their barrier, and loads from the shared memory of one another.
 
 An address in a cluster's shared memory is an address in a block's shared memory, with the block's
-rank in higher bits. Ranks count from 1 there, and 0 means the lane's block. The barrier orders
+rank in higher bits. Ranks count from 1 there, and 0 means the lane's block. In a cluster, addresses
+of variables have the rank of the lane's block, as on a device. The barrier orders
 blocks for these loads. Arrivals at another block's mbarrier (`mbarrier.py`) order what the copy
 engine writes there. If a lane releases when it arrives at the barrier, all accesses ordered before
 the arrival come before accesses after a wait for that phase. These include accesses of other
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from cupyattn.interpret.access import address_reader
-from cupyattn.interpret.memory import Bytes, Units, gather
+from cupyattn.interpret.memory import RANK_BITS, WITHIN, Bytes, Units, gather
 from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Ints, Times
 from cupyattn.interpret.ptx import Instruction
 from cupyattn.interpret.semantics import Execute, Step, instruction, reader, whole_warp, writer
@@ -26,11 +27,6 @@ from cupyattn.interpret.shadow import spread
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
-
-#: log2 of the distance between the ranks of an address; shared memory is smaller.
-RANK_BITS = 24
-#: The bits of an address below its rank.
-WITHIN = (1 << RANK_BITS) - 1
 
 
 @dataclass

@@ -155,7 +155,8 @@ class Machine:
         self._observers = observers
         granule = program.granules["shared"]
         shared = program.shared_bytes + launch.dynamic_shared
-        self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report)
+        cluster = program.kernel.cluster
+        self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report, cluster)
         self.clusters = Clusters(self)
         self.spaces: dict[str, Space] = {
             "global": memory,
@@ -415,9 +416,14 @@ class Machine:
         """Return an operand of one lane."""
         return int(self.each(read(self))[lane])
 
-    def symbol(self, name: str) -> int:
-        """Return the address of a variable or parameter within its space."""
-        return self._symbols[name]
+    def symbol(self, name: str) -> Ints:
+        """Return the address of a variable or parameter within its space, one for all lanes.
+
+        In a cluster, a variable in shared memory has an address for each lane, with a rank.
+        """
+        place = np.array(self._symbols[name])
+        ranked = self.shared.ranks is not None and name in self.program.shared
+        return place + self.shared.ranks if ranked else place
 
     def special(self, name: str) -> Values:
         """Return a special register, one value for each lane.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cupyattn.interpret.access import address_reader
-from cupyattn.interpret.cluster import WITHIN
+from cupyattn.interpret.memory import WITHIN
 from cupyattn.interpret.ordering import WARP, Bools, Ints, Times
 from cupyattn.interpret.ptx import Instruction, Operand, Sink
 from cupyattn.interpret.semantics import (

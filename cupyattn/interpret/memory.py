@@ -27,6 +27,10 @@ FRONT = 1 << 20
 WINDOWS = {"shared": 1 << 56, "local": 1 << 57, "param": 1 << 58}
 #: First byte of shared memory in its window; it is not 0, so that null pointers are found.
 SHARED_BASE = 1024
+#: log2 of the distance between the ranks of an address in a cluster; shared memory is smaller.
+RANK_BITS = 24
+#: The bits of an address below its rank.
+WITHIN = (1 << RANK_BITS) - 1
 
 Bytes = npt.NDArray[np.uint8]
 #: Unsigned integers of 1, 2, 4 or 8 bytes, the units between registers and memory.
@@ -362,10 +366,18 @@ class SharedMemory:
         Width of the narrowest access of the kernel to shared memory.
     clocks : Clocks
     report : Report
+    cluster : int
+        Blocks of a cluster.
     """
 
     def __init__(
-        self, blocks: int, nbytes: int, granule_bytes: int, clocks: Clocks, report: Report
+        self,
+        blocks: int,
+        nbytes: int,
+        granule_bytes: int,
+        clocks: Clocks,
+        report: Report,
+        cluster: int,
     ) -> None:
         room = math.lcm(16, granule_bytes)
         self.nbytes = nbytes
@@ -379,11 +391,16 @@ class SharedMemory:
         )  # fmt: skip
         block_of_lane = np.arange(blocks * clocks.threads) // clocks.threads
         self._start = block_of_lane * self.stride - SHARED_BASE  # of each lane's block
+        ranks = (block_of_lane % cluster + 1) << RANK_BITS if cluster > 1 else None
+        self.ranks = ranks  # of each lane's block, as addresses in a cluster have them
         self._clocks = clocks
         self._report = report
 
     def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the memory of all blocks after checking the addresses."""
+        if self.ranks is not None:
+            own = address & ~WITHIN == self.ranks[lanes]
+            address = np.where(own, address & WITHIN, address)
         check_aligned(address, width, lanes, self._report, "shared memory", SHARED_BASE)
         if address.min() < SHARED_BASE or address.max() > SHARED_BASE + self.nbytes - width:
             within = address - SHARED_BASE

@@ -92,7 +92,7 @@ def move(inst: Instruction) -> Execute | None:
         write = writer(target)
         dtype = f"u{int(type_name[1:]) // 8}"
         return lambda machine, lanes: write(
-            machine, np.array(machine.symbol(name) + offset, dtype), lanes
+            machine, (machine.symbol(name) + offset).astype(dtype), lanes
         )
     if isinstance(source, Special) and type_name not in ("u32", "b32", "s32"):
         return None

@@ -119,7 +119,7 @@ def reader(operand: Operand, type_name: str) -> Read:
         return lambda machine: machine.special(name).astype(dtype)
     if isinstance(operand, Symbol):
         symbol = operand.name
-        return lambda machine: immediate(machine.symbol(symbol), dtype)
+        return lambda machine: machine.symbol(symbol).astype(dtype)
     raise TypeError(f"{operand} is no value")
 
 

@@ -33,6 +33,7 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.problem.settings import NO_WINDOW, Asked, Settings, interned, parse
+from cupyattn.problem.support import BIAS_ALIGNMENT
 from cupyattn.quant.quantized import QuantizedQKV
 
 
@@ -382,7 +383,8 @@ class _Backward(Operation):
             operands[SIN_BACK] = prepared.rope.back.sin
         layout, packed = forward.settings.layout, forward.call.packed is not None
         turned = prepared is not None and layout == "BSHD"  # rows come back in layout BHSD
-        places, bias = _places(forward, operands, turned), arrays.get("bias")
+        bias = arrays.get("bias")
+        kernel, places, operands = _settled(forward, operands, asked.deterministic, bias, turned)
         results = {
             f"d{name}": Result(_shape(x, layout, packed, turned), x.dtype)
             for name, x in forward.rows.items()
@@ -394,10 +396,6 @@ class _Backward(Operation):
             shape = (1,) * (4 - len(bias.shape)) + tuple(bias.shape)
         given = {f"d{n}_weight": arrays.get(f"{n}_norm_weight") for n in "qk"}
         weights = {n: Result(tuple(x.shape), x.dtype) for n, x in given.items() if x is not None}
-        kernel = settle_backward(
-            replace(forward.call, rope="", rope_offset_q=0, qk_norm=False), places,
-            deterministic=asked.deterministic, arch=forward.architecture,
-        )  # fmt: skip
         return Problem(
             what=self.name, backend=forward.backend, arch=forward.arch, operands=operands,
             results=results | weights, looks=forward.looks, facts=(turned, packed),
@@ -489,6 +487,38 @@ def _places(
         layout = "BHSD" if turned or turned_back else forward.settings.layout
         places[f"d{name}"] = laid_out(x.shape, x.itemsize, layout)
     return places
+
+
+#: Kernels, places of their operands, and the operands.
+_Settled = tuple[BackwardKernel, dict[str, Operand], dict[str, Described]]
+
+
+def _settled(
+    forward: AttentionProblem,
+    operands: dict[str, Described],
+    deterministic: bool | None,
+    bias: Described | None,
+    turned_back: bool,
+) -> _Settled:
+    """Settle the gradient kernels; return their operands' places, too, and the operands.
+
+    The caller's bias becomes a padded copy where a Hopper form takes it then alone.
+    """
+    call = replace(forward.call, rope="", rope_offset_q=0, qk_norm=False)
+
+    def of(some: dict[str, Described]) -> _Settled:
+        places = _places(forward, some, turned_back)
+        kernel = settle_backward(
+            call, places, deterministic=deterministic, arch=forward.architecture
+        )
+        return kernel, places, some
+
+    found = of(operands)
+    if found[0].on_hopper or bias is None or forward.architecture != "sm_90a":
+        return found
+    padded = bias.with_padded_rows(BIAS_ALIGNMENT).broadcast_to(call.score_shape)
+    again = of(operands | {"bias": padded})
+    return again if again[0].on_hopper else found
 
 
 def plan_of(problem: Problem) -> Plan:

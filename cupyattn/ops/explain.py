@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cupyattn.kernels.features import BY_COLUMN
@@ -191,5 +192,6 @@ def explain_backward(d_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **o
         elif in_turns:
             reason = "faster here"
         why = f"{reason}; {how}"
-    lines = score_lines(problem.settled.forward, options)
+    forward = replace(problem.settled.forward, operands=problem.operands)
+    lines = score_lines(forward, options)
     return "\n".join([f"{plan.form}: {why}", *lines, str(plan)])

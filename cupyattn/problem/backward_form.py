@@ -20,7 +20,7 @@ from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.checks import AttentionSpec, check_dtype
 from cupyattn.problem.form import score_kind
 from cupyattn.problem.settings import check_switch
-from cupyattn.problem.support import Support, obstacle_of_copies, reach
+from cupyattn.problem.support import Support, obstacle_of_places, reach
 
 #: Values of ``CFG_DQ``: how ``backward_keys.cu`` computes dQ.
 NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
@@ -215,9 +215,11 @@ def _of_bias(call: AttentionSpec, bias: Operand) -> str:
     """Return why the Hopper form does not take the bias of a call; "" if it does."""
     if call.head_dim > SUMMED:
         return f"takes no bias past head_dim {SUMMED}"
-    if call.softcap or call.packed is not None:
-        return "takes no bias with a softcap or of packed sequences"
+    if call.packed is not None:
+        return "takes no bias of packed sequences"
     kind = score_kind(bias, "dense")
     if kind == "rows":
         return "takes no bias that is the same for all keys"
-    return obstacle_of_copies(call.bias, bias) if kind == "dense" else ""
+    if kind == "dense" and call.mask and call.bias == "float32" and call.head_dim <= 64:
+        return "takes no mask with a float32 bias up to head_dim 64: a bias of -inf masks, too"
+    return obstacle_of_places(bias) if kind == "dense" else ""

@@ -329,6 +329,11 @@ def obstacle_of_copies(dtype: str, bias: Operand) -> str:
     """Return why the copy engine does not move a bias; "" if it does."""
     if dtype == "float32":
         return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
+    return obstacle_of_places(bias)
+
+
+def obstacle_of_places(bias: Operand) -> str:
+    """Return why the copy engine does not move a bias for where its numbers are."""
     if not can_copy_bias(bias):
         steps = tuple(s * bias.itemsize for s in bias.steps)
         return (

@@ -19,6 +19,7 @@ from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.row_preparation import BUFFERS_OF, OPTIONS, Preparation
 from cupyattn.problem.settings import Settings
 from cupyattn.reference.attention import attention_mirror
+from tests.faults.fault_patches import Fault
 from tests.support.runs import (
     ADDED,
     D_LSE,
@@ -174,6 +175,10 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
             },
         ),
         (72, 150, 140, {"bias": admitting((2, 1, 140), "float32"), "mask": sparse((2, 150, 1))}),
+        (64, 300, 140, {"bias": admitting((2, 300, 140), "float32"), "causal": True}),
+        (128, 70, 270, {"bias": admitting((70, 270), "float32"), "mask": sparse((2, 70, 1))}),
+        (64, 150, 140, {"bias": admitting((2, 150, 140), "float16"), "softcap": 1.5}),
+        (128, 70, 140, {"bias": admitting((2, 1, 140), "float32"), "softcap": 2, "causal": True}),
     )  # fmt: skip
     yield from _with_their_options(some)
 
@@ -229,6 +234,11 @@ def _with_their_options(
         q, k, v = normal((1, 2, len_q, head_dim), (1, 1, len_kv, head_dim))
         k = (k * 2 + 1).astype(k.dtype)
         yield received(q, k, v, **options), options
+
+
+def file_of(fault: Fault) -> str:
+    """Return the source whose calls show a mistake: the one that it names, or its own."""
+    return fault.shown_by if fault.shown_by.endswith(".cu") else fault.hunks[0].file
 
 
 def revealing_of(file: str, form: str) -> Iterator[tuple[Received, dict[str, Any]]]:

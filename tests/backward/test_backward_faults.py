@@ -13,6 +13,7 @@ from tests.backward.backward_cases import (
     FORMS,
     HOPPER_FORMS,
     BackwardRun,
+    file_of,
     interpreted_as,
     received,
     revealing_of,
@@ -52,7 +53,7 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
         with schedule(int(fault.shown_by.removeprefix("schedule "))):
             yield run_backward(received(*normal((1, 1, 900, 64), (1, 1, 100, 64))), **how)
         return
-    problems = revealing_of(fault.hunks[0].file, form)
+    problems = revealing_of(file_of(fault), form)
     for inputs, options in sorted(problems, key=lambda x: fault.shown_by not in x[1]):
         yield run_backward(inputs, **how, **options)
 
@@ -72,5 +73,5 @@ def test_a_mistake_is_noticed(
 ) -> None:
     folder = fault.plant(tmp_path)
     monkeypatch.setattr(compiler, "KERNELS", folder)
-    with taken_from(fault.hunks[0].file):
+    with taken_from(file_of(fault)):
         check_noticed(interpreted(fault, form), fault, folder)

@@ -43,8 +43,9 @@ from tests.support.runs import bits, embedded, normal, packed
 BIAS = Operand.contiguous((1, 4, 200, 300), 4)
 NARROW_BIAS = Operand((1, 4, 200, 300), (243200, 60800, 304, 1), 2, 2)
 ROWS_BIAS = Operand((1, 4, 200, 300), (800, 200, 1, 0), 2, 0)
-#: 16-bit biases that the copy engine moves, and one for all query rows.
+#: Biases that the copy engine moves, and one for all query rows.
 DENSE_BIAS = Operand((1, 4, 200, 300), (243200, 60800, 304, 1), 2, 0)
+FLOAT32_BIAS = Operand((1, 4, 200, 300), (243200, 60800, 304, 1), 4, 0)
 KEYS_BIAS = Operand((1, 4, 200, 300), (0, 0, 0, 1), 2, 0)
 #: Kernels of 512 registers for four threads must not wait for each product separately.
 SERIALISED = "wgmma.mma_async instructions are serialized"
@@ -116,6 +117,8 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
                 *((n, x, {"window": True}) for n in (64, 128) for x in (DENSE_BIAS, KEYS_BIAS)),
                 *((n, DENSE_BIAS, {"causal": True}) for n in (40, 96, 128)),
                 *((n, DENSE_BIAS, {"block_mask": (128, 128)}) for n in (64, 128)),
+                *((n, x, {"softcap": 2.0}) for n in (64, 128) for x in (DENSE_BIAS, KEYS_BIAS)),
+                *((n, DENSE_BIAS, {"softcap": 2.0, "causal": True}) for n in (64, 128)),
                 *((n, x, {"mask": True, "causal": True}) for n, x in (
                     (64, KEYS_BIAS), (64, DENSE_BIAS), (128, DENSE_BIAS),
                 )),
@@ -133,7 +136,25 @@ def test_kernels_with_a_bias_spill_nothing(
         check_kernels(call, bias=bias)
 
 
-def check_kernels(call: Any, **changed: Operand) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "features"),
+    [
+        *((n, x) for n in (64, 128) for x in ({}, {"window": True}, {"causal": True})),
+        *((n, {"block_mask": (128, 128)}) for n in (64, 128)),
+        (40, {"causal": True}), (96, {"causal": True}), (128, {"mask": True, "causal": True}),
+    ],
+)  # fmt: skip
+def test_kernels_with_a_float32_bias_spill_next_to_nothing(
+    head_dim: int, features: dict[str, Any]
+) -> None:
+    """NVRTC 13.5 stores 12 bytes a step in the plain form with turns, NVRTC 13.0 none."""
+    call = call_of(200, 300, head_dim, **features, dtype="bfloat16", bias="float32")
+    most = 12 if head_dim == 128 and not features else 0
+    check_kernels(call, most, bias=FLOAT32_BIAS)
+
+
+def check_kernels(call: Any, most_spilled: int = 0, **changed: Operand) -> None:
     """Compile the Hopper kernels of a call in both forms, and raise for what they must not do."""
     plans = [hopper_plan(call, deterministic=form, **changed) for form in FORMS.values()]
     modules = {x.module: x.entry for plan in plans for x in plan.launches}
@@ -144,7 +165,7 @@ def check_kernels(call: Any, **changed: Operand) -> None:
     for module, entry in hopper.items():
         binary = kc.build(module, "sm_90a")
         taken = binary.kernels[entry]
-        assert (taken.spill_stores, taken.spill_loads) == (0, 0), f"{module}: {taken}"
+        assert max(taken.spill_stores, taken.spill_loads) <= most_spilled, f"{module}: {taken}"
         assert SERIALISED not in binary.log, module
         devices.check_shared_memory(binary.smem_bytes, 227 * 1024, entry)
 
@@ -153,13 +174,15 @@ def check_kernels(call: Any, **changed: Operand) -> None:
     ("options", "changed", "reason"),
     [
         ({"head_dim": 136, "block_mask": (64, 96)}, {}, "multiples of 64 x 64, got 64 x 96"),
-        ({"bias": "float32"}, {"bias": BIAS}, "takes a bias of float16 or bfloat16, got float32"),
+        (
+            {"bias": "float32", "mask": True}, {"bias": BIAS, "mask": BIAS},
+            "takes no mask with a float32 bias up to head_dim 64",
+        ),
         ({"bias": "float16"}, {"bias": NARROW_BIAS}, "multiples of 16 bytes, got 16 n + 2"),
         ({"bias": "float16"}, {"bias": ROWS_BIAS}, "takes no bias that is the same for all keys"),
-        ({"bias": "float16", "softcap": 2.0}, {"bias": BIAS}, "takes no bias with a softcap or of"),
         (
             {"bias": "float16", "packed": Packed(900, 900, True)}, {"bias": BIAS},
-            "takes no bias with a softcap or of packed sequences",
+            "takes no bias of packed sequences",
         ),
         ({"head_dim": 136, "bias": "float16"}, {"bias": BIAS}, "takes no bias past head_dim 128"),
         (
@@ -244,8 +267,8 @@ def test_gradients_of_fewer_rows_are_within_their_bound() -> None:
 @pytest.mark.parametrize(
     ("number", "form"),
     [
-        *((number, form) for number in range(11) for form in HOPPER_FORMS),
-        *((number, "sm90_deterministic") for number in range(11, 18)),
+        *((number, form) for number in range(15) for form in HOPPER_FORMS),
+        *((number, "sm90_deterministic") for number in range(15, 22)),
     ],
 )
 def test_gradients_are_within_their_bound(number: int, form: str) -> None:
@@ -255,9 +278,10 @@ def test_gradients_are_within_their_bound(number: int, form: str) -> None:
     run_backward(amid_nan, **interpreted_as(form), **options).check()
 
 
-def test_explain_says_which_kernel_makes_the_gradient_of_a_bias() -> None:
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_explain_says_which_kernel_makes_the_gradient_of_a_bias(dtype: str) -> None:
     """Also that the bias is copied where the copy engine cannot move it."""
-    options = {"bias": admitting((40, 70), "float16")}
+    options = {"bias": admitting((40, 70), dtype)}
     inputs = received(*normal((1, 1, 40, 64), (1, 1, 70, 64)), **options)
     text = explain_backward(*inputs, arch="sm_90a", backend="interpret", grad_bias=True, **options)
     assert "backward/sm90/backward_keys.cu" in text and "backward/backward_bias.cu" in text
@@ -272,6 +296,7 @@ def test_explain_says_which_kernel_makes_the_gradient_of_a_bias() -> None:
         *slow_rows((
             ("sm90_deterministic", (1, 2, 40, 70), "float16"),
             ("sm90_atomic", (70,), "float32"),
+            ("sm90_deterministic", (1, 2, 40, 70), "float32"),
             ("sm90_deterministic", (1, 70), "bfloat16"),
         )),
     ],

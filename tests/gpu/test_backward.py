@@ -24,6 +24,7 @@ from tests.backward.backward_cases import (
     BackwardRun,
     Received,
     admitting,
+    file_of,
     gradients_of_lse,
     pairs_taken,
     received,
@@ -110,9 +111,9 @@ def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> No
                     (*map(embedded, inputs[:5]), *on_device(inputs[5])),
                     **options_of(form), **moved(options),
                 )
-                for inputs, options in revealing_of(fault.hunks[0].file, form)
+                for inputs, options in revealing_of(file_of(fault), form)
             )  # fmt: skip
-        with taken_from(fault.hunks[0].file):
+        with taken_from(file_of(fault)):
             assert any(not one.judge().passed for one in runs), f"{form}: {fault.sentence}"
 
 
@@ -202,6 +203,8 @@ OF_SCORES: dict[str, dict[str, Any]] = {
     "bias": {"bias": admitting((2, 4, 700, 904), "float16")},
     "bias of keys": {"bias": admitting((2, 1, 1, 904), "float32"), "causal": True},
     "bias and mask": {"bias": admitting((700, 904), "bfloat16"), "mask": sparse((2, 1, 1, 904))},
+    "bias in float32": {"bias": admitting((4, 700, 904), "float32")},
+    "softcap and bias": {"softcap": 2.0, "bias": admitting((700, 904), "bfloat16")},
     "gradient of lse": {"d_lse": gradients_of_lse(np.random.default_rng(0), (2, 4, 700))},
 }
 

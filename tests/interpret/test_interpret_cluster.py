@@ -114,6 +114,15 @@ def test_what_is_not_ordered_is_found(body: tuple[str, ...], finding: str, tmp_p
         run(tmp_path, *body)
 
 
+def test_addresses_have_the_rank_of_their_block(tmp_path: Path) -> None:
+    """As on a device, where nothing but the lower bits may get into a descriptor."""
+    own = "y[at] = row[i][0] + float(shared_address(row) >> 24);"
+    x, y = run(tmp_path, WRITE, own)
+    np.testing.assert_array_equal(y - x, np.tile(np.repeat([1, 2, 3, 4], 64), 2))
+    _, y = run(tmp_path, WRITE, own, splits=1)
+    np.testing.assert_array_equal(y, x)
+
+
 def test_what_it_does_not_know_it_says(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="does not know st.shared::cluster.f32"):
         run(tmp_path, WRITE, SYNC, STORE, SYNC)

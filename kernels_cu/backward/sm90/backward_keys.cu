@@ -12,9 +12,10 @@
 //              every run. The first block stores its part, the last block stores rows. One warp
 //              waits for the turn, another passes it on. A block waits only for blocks that have
 //              already begun. Hence no deadlock.
-// Scores       Softcap or bias change S during dP. Bits of a mask come with Q, lane by lane.
-// Kept simple  A block takes one block of keys, and its first copies overlap no other block. In
-//              packed sequences the rows of the next sequence are copied, too, and become zeros.
+// Scores       Softcap or bias change S during dP; a bias behind a softcap is added when dP is
+//              there. Bits of a mask come with Q, lane by lane.
+// Kept simple  A block takes one block of keys, whose first copies overlap no other block. In packed
+//              sequences the rows of the next one are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -76,13 +77,16 @@ struct MaskedStorage<true> : SharedStorage {
   alignas(16) uint32_t bits[NUM_STAGES][STEP_WORDS];
 };
 using Storage = BiasedStorage<MaskedStorage<MASK>, BIAS_BYTES>;
-extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
-constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);        // of Q, and of dO
+// NOTE: room to align the base where there is any. A float32 bias of 128 rows leaves none.
+constexpr int MOST_BYTES = 227 * 1024;
+extern "C" __device__ int smem_bytes =
+    sizeof(Storage) + 1024 < MOST_BYTES ? sizeof(Storage) + 1024 : sizeof(Storage);
+constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);  // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
 static_assert(
-    !BIAS || (!SOFTCAP && (BIAS_KIND == BiasKind::DENSE || BIAS_KIND == BiasKind::KEYS)),
-    "a bias has a number for every key, and no softcap before it: its slope comes from the score");
+    !BIAS || BIAS_KIND == BiasKind::DENSE || BIAS_KIND == BiasKind::KEYS,
+    "a bias has a number for every key");
 static_assert(
     BLOCK_KV == CONSUMERS * 64, "BLOCK_KV must be 128: two warpgroups keep gradients of 64 keys");
 static_assert(
@@ -141,18 +145,22 @@ __device__ __forceinline__ void change(
   }
 }
 
-// P and dS in 16 bits, as `slopes` leaves them, of scores that `change` left.
+// P and dS in 16 bits, as `slopes` leaves them, of scores that `change` left. Under a softcap they
+// have no bias yet, which has no part in its slope.
 template <bool ANY_COARSE>
 __device__ __forceinline__ void changed_slopes(
-    const AttnParams& p, const float (&S_acc)[BLOCK_Q / 2], const float (&dP_acc)[BLOCK_Q / 2],
-    const float (&row_M)[BLOCK_Q], const float (&delta_of)[BLOCK_Q], const float* factors,
-    uint32_t (&P_frag)[BLOCK_Q / 16][4], uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
+    const AttnParams& p, const KeysBias<BIAS_KIND>& bias, const float (&S_acc)[BLOCK_Q / 2],
+    const float (&dP_acc)[BLOCK_Q / 2], const float (&row_M)[BLOCK_Q],
+    const float (&delta_of)[BLOCK_Q], const float* factors, uint32_t (&P_frag)[BLOCK_Q / 16][4],
+    uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
   const int t = lane_id() % 4;
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
     const Pair M = *reinterpret_cast<const Pair*>(&row_M[n * 8 + t * 2]);
     const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
+    Vec<float, 4> b = {};
+    if constexpr (SOFTCAP && BIAS) b = bias.of_rows(n);
     Pair factor = {};
     if constexpr (ANY_COARSE) factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + t * 2]);
 #pragma unroll
@@ -161,8 +169,10 @@ __device__ __forceinline__ void changed_slopes(
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = 4 * n + 2 * h + i;
+        const float S = S_acc[at];
+        const float biased = SOFTCAP && BIAS ? biased_score(S, 1.0f, b.v[2 * h + i]) : S;
         of[i] = weight_of_changed<ANY_COARSE>(
-            p, S_acc[at], dP_acc[at], M.v[i], delta.v[i], factor.v[i]);
+            p, S, biased, dP_acc[at], M.v[i], delta.v[i], factor.v[i]);
       }
       P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(of[0].P, of[1].P);     // R9
       dS_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(of[0].dS, of[1].dS);  // R11
@@ -283,7 +293,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
     const __grid_constant__ TensorMap dO_map,
     const __grid_constant__ KeysParams<MASK> grad BIAS_PARAMETER) {
-  extern __shared__ unsigned char shared_bytes[];
+  alignas(1024) extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
@@ -469,8 +479,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     bias.load(call, batch, steps.head);
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
-    bias.add(S_acc, p.scale);
-    if constexpr (CHANGED_SCORES && BIAS) {
+    if constexpr (!SOFTCAP) bias.add(S_acc, p.scale);
+    if constexpr (CHANGED_SCORES && BIAS && !SOFTCAP) {
       exclude(scores, S_acc, bits, q0, key, placed);
     } else if constexpr (CHANGED_SCORES) {
       change(scores, S_acc, bits, q0, key, placed);
@@ -486,10 +496,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       const float (&delta)[BLOCK_Q] = smem.delta[at.stage];
       if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
         changed_slopes<true>(
-            p, S_acc, dP_acc, M, delta,
+            p, bias, S_acc, dP_acc, M, delta,
             grad.row_factor + padded_row(call, grad, batch, steps.head) + q0, P_frag, dS_frag);
       else
-        changed_slopes<false>(p, S_acc, dP_acc, M, delta, nullptr, P_frag, dS_frag);
+        changed_slopes<false>(p, bias, S_acc, dP_acc, M, delta, nullptr, P_frag, dS_frag);
     } else {
       slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
     }

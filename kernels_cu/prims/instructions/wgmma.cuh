@@ -77,13 +77,18 @@ struct Descriptor {
     return {low + stage * (bytes >> 4), high};
   }
 };
+// The address of a tile as descriptors have it. NOTE: in a cluster, the bits from 24 on are the rank
+// of the block, and would get into the next field.
+__device__ __forceinline__ uint32_t descriptor_start(const void* tile) {
+  return (shared_address(tile) & 0x3FFFF) >> 4;
+}
 // An operand whose rows run along k (K-major).
 __device__ __forceinline__ Descriptor descriptor_k_major(const void* tile) {
-  return {shared_address(tile) >> 4 | 1u << 16, 1u << 30 | 1024 >> 4};
+  return {descriptor_start(tile) | 1u << 16, 1u << 30 | 1024 >> 4};
 }
 // An operand whose rows run along n: the next 64 columns follow `column_bytes` later.
 __device__ __forceinline__ Descriptor descriptor_n_major(const void* tile, int column_bytes) {
-  return {shared_address(tile) >> 4 | uint32_t(column_bytes >> 4) << 16, 1u << 30 | 1024 >> 4};
+  return {descriptor_start(tile) | uint32_t(column_bytes >> 4) << 16, 1u << 30 | 1024 >> 4};
 }
 
 // Tells the compiler that a descriptor is the same in every lane: it cannot infer this through the

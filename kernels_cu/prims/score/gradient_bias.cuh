@@ -1,6 +1,7 @@
 // gradient_bias.cuh -- a bias added to transposed scores, whose rows are keys, in the layout of
-// wgmma. It comes from boxes in shared memory, transposed as they are loaded. If it is the same for
-// all query rows, each lane reads the bias of its two keys from memory.
+// wgmma. It comes from boxes in shared memory, transposed as they are loaded; of float32 each lane
+// loads its own. If it is the same for all query rows, each lane reads that of its two keys from
+// memory.
 #pragma once
 
 #include "prims/instructions/mbarrier.cuh"
@@ -13,10 +14,13 @@ constexpr int BIAS_BYTES = DENSE_BIAS ? BIAS_BOXES * BIAS_BOX_PITCH : 0;  // of 
 
 // ---- the producer ----------------------------------------------------------------------------
 
-// Appended to shared memory: the bias of one step, in boxes [BLOCK_Q, 64 keys].
-template <typename Base, int BYTES>
-struct BiasedStorage : Base {
+// In front of shared memory, which leaves no gap: the bias of one step, in boxes of BLOCK_Q rows.
+template <int BYTES>
+struct BiasBoxes {
   alignas(1024) unsigned char bias[BYTES];
+};
+template <typename Base, int BYTES>
+struct BiasedStorage : BiasBoxes<BYTES>, Base {
   Mbarrier bias_empty;
 };
 template <typename Base>
@@ -44,7 +48,8 @@ __device__ __forceinline__ void copy_bias(
 
 // ---- the consumers ---------------------------------------------------------------------------
 
-// R3: the score of a product in natural units, as Scores::of has it.
+// R3: the score of a product, or of a capped score with a factor of 1, in natural units, as
+// Scores::of has it.
 // NOTE: the factor is inside the condition. Outside, NVRTC 13.5 multiplies all scores first and
 // spills up to 116 bytes.
 __device__ __forceinline__ float biased_score(float S, float scale, float bias) {
@@ -59,37 +64,92 @@ struct KeysBias {
   __device__ __forceinline__ KeysBias(const Smem&, int, int) {}
   __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
   __device__ __forceinline__ void add(float (&)[BLOCK_Q / 2], float) const {}
+  __device__ __forceinline__ Vec<float, 4> of_rows(int) const { return {}; }
   template <typename Smem>
   __device__ __forceinline__ void release(Smem&) const {}
 };
 
-template <>
-struct KeysBias<BiasKind::DENSE> {
-  uint32_t corner;  // shared address of this lane's row of the first four matrices
+// One number of shared memory.
+__device__ __forceinline__ float load_shared(uint32_t address, float) {
+  float x;
+  asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(x) : "r"(address));
+  return x;
+}
+template <typename T>
+__device__ __forceinline__ float load_shared(uint32_t address, T) {
+  uint16_t x;
+  asm volatile("ld.volatile.shared.u16 %0, [%1];" : "=h"(x) : "r"(address));
+  return to_floats(x, T()).v[0];
+}
 
-  template <typename Smem>
-  __device__ __forceinline__ KeysBias(const Smem& smem, int key0, int) {
-    const int row = lane_id() / 16 * 8 + lane_id() % 8;
-    const int chunk = key0 % BIAS_BOX_COLS / 8 + lane_id() / 8 % 2;  // of 8 keys
-    corner = shared_address(smem.bias + key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH) + row * 128 +
-             (chunk ^ row % 8) * 16;
+// The bias of a step, in boxes of 128 bytes a row.
+template <typename T>
+struct DenseBias {
+  static constexpr int CHUNK = 16 / sizeof(T);  // keys that the swizzle keeps together
+  uint32_t corner;                              // shared address of the warp's first key
+
+  __device__ __forceinline__ DenseBias(const unsigned char* boxes, int key0) {
+    const int byte = key0 / BIAS_BOX_COLS * BIAS_BOX_PITCH + key0 % BIAS_BOX_COLS * sizeof(T);
+    corner = uniform(shared_address(boxes + byte));
   }
-  __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
+  // NOTE: volatile, or a register of every step keeps the address of a lane, and others spill.
+  static __device__ __forceinline__ int volatile_lane() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+  }
+  // Shared address of a row, and of a key from the warp's first key on.
+  __device__ __forceinline__ uint32_t address(int row, int key) const {
+    return (corner ^ (key / CHUNK ^ row % 8) * 16) + row * 128 + key % CHUNK * sizeof(T);
+  }
+  // The bias of the scores 4 n to 4 n + 3. No two lanes of a load meet in a bank: the swizzle keeps
+  // four rows apart.
+  __device__ __forceinline__ Vec<float, 4> of_rows(int n) const {
+    const int lane = volatile_lane();
+    const uint32_t first = address(lane % 4 * 2, lane / 4);
+    Vec<float, 4> b;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int odd = i % 2, eight = i / 2;  // the next row, eight keys further
+      const uint32_t chunk = first ^ (odd ^ eight * (8 / CHUNK)) * 16;
+      b.v[i] = load_shared(chunk + odd * 128 + n * 1024, T());
+    }
+    return b;
+  }
   // R3: products to scores in natural units.
-  template <typename T = bias_t>
   __device__ __forceinline__ void add(float (&S_acc)[BLOCK_Q / 2], float scale) const {
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int n = 0; n < BLOCK_Q / 8; n += 2) {
-      uint32_t pair[4];  // of key and key + 8: two rows, then those 8 rows further
-      ldmatrix_x4_trans(pair, corner + n * 8 * 128);
+      for (int n = 0; n < BLOCK_Q / 8; ++n) {
+        const Vec<float, 4> b = of_rows(n);
+        float* S = &S_acc[4 * n];  // [4]
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Vec<float, 2> b = to_floats(pair[j], T());
-        float* S = &S_acc[4 * n + 2 * j];  // [2]
-        S[0] = biased_score(S[0], scale, b.v[0]), S[1] = biased_score(S[1], scale, b.v[1]);
+        for (int i = 0; i < 4; ++i) S[i] = biased_score(S[i], scale, b.v[i]);
+      }
+    } else {
+      const int lane = lane_id();
+      const uint32_t matrix = address(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
+#pragma unroll
+      for (int n = 0; n < BLOCK_Q / 8; n += 2) {
+        uint32_t pair[4];  // of key and key + 8: two rows, then those 8 rows further
+        ldmatrix_x4_trans(pair, matrix + n * 1024);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const Vec<float, 2> b = to_floats(pair[j], T());
+          float* S = &S_acc[4 * n + 2 * j];  // [2]
+          S[0] = biased_score(S[0], scale, b.v[0]), S[1] = biased_score(S[1], scale, b.v[1]);
+        }
       }
     }
   }
+};
+
+template <>
+struct KeysBias<BiasKind::DENSE> : DenseBias<bias_t> {
+  template <typename Smem>
+  __device__ __forceinline__ KeysBias(const Smem& smem, int key0, int)
+      : DenseBias<bias_t>(smem.bias, key0) {}
+  __device__ __forceinline__ void load(const AttnParams&, int64_t, int64_t) {}
   // One lane, once all lanes have added.
   template <typename Smem>
   __device__ __forceinline__ void release(Smem& smem) const {
@@ -112,6 +172,9 @@ struct KeysBias<BiasKind::KEYS> {
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 2; ++i)
       S_acc[i] = biased_score(S_acc[i], scale, bias[i / 2 % 2]);  // R3
+  }
+  __device__ __forceinline__ Vec<float, 4> of_rows(int) const {
+    return {{bias[0], bias[0], bias[1], bias[1]}};
   }
   template <typename Smem>
   __device__ __forceinline__ void release(Smem&) const {}

@@ -9,7 +9,7 @@
 #include "prims/params.cuh"
 
 constexpr bool BIAS_IN_RING = BIAS_KIND == BiasKind::DENSE || BIAS_KIND == BiasKind::KEYS;
-constexpr int BIAS_BOX_COLS = 64;  // keys of a box: 128 bytes, one swizzle
+constexpr int BIAS_BOX_COLS = 128 / int(sizeof(bias_t));  // keys of a box: one swizzle
 constexpr int BIAS_BOXES = BIAS_IN_RING ? ceil_div(BLOCK_KV, BIAS_BOX_COLS) : 0;  // of a step
 constexpr int BIAS_BOX_ROWS = BIAS_KIND == BiasKind::KEYS ? 1 : BLOCK_Q;
 // Bytes from one box to the next: the swizzle goes by addresses and repeats every 1024 bytes.
