@@ -43,7 +43,7 @@ from tests.backward.test_backward_faults import FAULTS
 from tests.backward.test_backward_kernels import PACKED
 from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
 from tests.kernels.test_all_lengths import MOST, SHAPES
-from tests.support.runs import bits, normal, on_host, rope_tables
+from tests.support.runs import bits, column_tables, normal, on_host, rope_tables
 
 cupy = pytest.importorskip("cupy")
 
@@ -135,14 +135,18 @@ def test_pairs_of_blocks() -> None:
 def test_rotary_embeddings_are_as_on_the_host(how: dict[str, Any]) -> None:
     """Both round alike but for the order of sums."""
     host = received(*normal((1, 4, 150, 64), (1, 2, 200, 64)))
-    rope = rope_tables(200, 64)
-    asked = {"rope_offset_q": 50, "deterministic": how["deterministic"], "causal": True}
-    wanted = attention_backward(*host, rope=rope, **asked)
-    asked["arch"] = how["arch"]
-    found = attention_backward(*on_device(*host), rope=on_device(*rope), **asked)
-    for x, y in zip(found, wanted, strict=True):
-        off = np.linalg.norm(as_float64(on_host(x)) - as_float64(y))
-        assert off < 2e-3 * np.linalg.norm(as_float64(y))
+    by_column = tuple(x / 2 for x in column_tables(200, 64))
+    for rope, interleaved in ((rope_tables(200, 64), False), (by_column, False), (by_column, True)):
+        asked = {
+            "rope_offset_q": 50, "rope_interleaved": interleaved, "causal": True,
+            "deterministic": how["deterministic"],
+        }  # fmt: skip
+        wanted = attention_backward(*host, rope=rope, **asked)
+        asked["arch"] = how["arch"]
+        found = attention_backward(*on_device(*host), rope=on_device(*rope), **asked)
+        for x, y in zip(found, wanted, strict=True):
+            off = np.linalg.norm(as_float64(on_host(x)) - as_float64(y))
+            assert off < 2e-3 * np.linalg.norm(as_float64(y))
 
 
 def test_packed_sequences(how: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from cupyattn import plan
+from cupyattn.kernels.features import BY_COLUMN, ROPE_PAIRS
 from cupyattn.kernels.ladder import lookup
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.row_preparation import Preparation
@@ -241,25 +242,27 @@ def test_four_bits(head_dim: int, dtype: np.dtype) -> None:
         assert runs.bits(prepared(one.quantized)) == runs.bits(one.o)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", ROPE_PAIRS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_normalised_and_turned_as_they_are_quantised(
-    dtype: np.dtype, head_dim: int, interleaved: bool
+    dtype: np.dtype, head_dim: int, pairs: str
 ) -> None:
     """J1 of the prepared rows, many blocks of them, and J2 and J3 of attention on them."""
     inputs = normal((2, 4, 300, head_dim), (2, 2, 1100, head_dim), dtype.name)
     rng = np.random.default_rng(7)
     weights = tuple(rng.uniform(0.5, 2, (n, head_dim)).astype(np.float32) for n in (4, 2))
-    tables = runs.rope_tables(1100, head_dim)
+    by_column = pairs.endswith(BY_COLUMN)
+    tables = (runs.column_tables if by_column else runs.rope_tables)(1100, head_dim)
+    interleaved = pairs.startswith("interleaved")
     options: dict[str, Any] = {"rope_interleaved": interleaved, "rope_offset_q": 800}
     moved = tuple(map(on_device, inputs))
-    pairs = {"rope": tuple(map(on_device, tables)), "qk_norm": tuple(map(on_device, weights))}
+    given = {"rope": tuple(map(on_device, tables)), "qk_norm": tuple(map(on_device, weights))}
     quants = [QuantConfig(), QuantConfig("head", "token", symmetric=False)]
     if head_dim in GROUPS:
         quants += [replace(quant, rotate="hadamard") for quant in quants]
     for quant in quants:
-        got = quantize(*moved, quant=quant, tiles=TILES, **options, **pairs)
+        got = quantize(*moved, quant=quant, tiles=TILES, **options, **given)
         how = Preparation.of_arrays(
             {**options, "rope": tables, "qk_norm": weights, "qk_norm_eps": 1e-6},
             (4, 2, 300, 1100, head_dim), quant.rotate,
@@ -268,6 +271,6 @@ def test_rows_are_normalised_and_turned_as_they_are_quantised(
         for name in ("q_codes", "k_codes", "q_scale", "k_scale", "q_zero", "k_zero"):
             a, b = getattr(got, name), getattr(want, name)
             assert (a is None) == (b is None) and (a is None or bits(a) == bits(b)), name
-        runs.run("fa_int8", moved, quant=quant, **options, **pairs).check()
+        runs.run("fa_int8", moved, quant=quant, **options, **given).check()
     for rung in ("fa",) if dtype == np.float32 else ("fa", "fa_tc"):
-        runs.run(rung, moved, **options, **pairs).check()
+        runs.run(rung, moved, **options, **given).check()
