@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -352,6 +353,25 @@ def test_a_part_that_is_not_rotated_is_turned_by_nothing(one_norm: bool, dynamic
     assert torch.equal(found, expected(q, k, v, **options))
 
 
+def test_slices_in_another_order_are_concatenated() -> None:
+    rotate, tables_of, given_of, _ = FORMS["Flux"]
+    q, k, v = rows()
+    cos, sin = angles(5)
+
+    def exchanged(x: Any, *tables: Any) -> Any:
+        return torch.cat((x[:, 5:], rotate(x[:, :5], *tables) if tables else x[:, :5]), -3)
+
+    def function(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        return attend(exchanged(q, *tables), exchanged(k, *tables), v)
+
+    found, graphs = run(function, q, k, v, *tables_of(cos, sin))
+    assert is_taken(graphs) == [(True, False)]
+    none = (torch.full((LENGTH - 5, WIDTH), n) for n in (1, 0))
+    rope = tuple(torch.cat((x, given_of(y))) for x, y in zip(none, (cos, sin), strict=True))
+    own = {"rope": rope, "rope_interleaved": True}
+    assert torch.equal(found, expected(exchanged(q), exchanged(k), v, **own))
+
+
 # ---- what stays ----------------------------------------------------------------------------------
 
 
@@ -504,12 +524,10 @@ def test_the_operator_with_raw_rows_keeps_the_rules_of_operators() -> None:
 
 
 def test_raw_rows_fall_back_to_16_bits() -> None:
-    """With the same tables; here since fa_int8 has no head_dim 16 in blocks of 4 bits."""
+    """With the same tables."""
     q, k, v = (x.transpose(1, 2) for x in rows())
     cos, sin = angles()
-    settings = calls.TensorSettings.of(
-        backend="mirror", rope_interleaved=True, variant="fa_int8", quant=None, return_lse=False
-    )
+    settings = calls.TensorSettings.of(backend="mirror", rope_interleaved=True, variant="fa_int8")
     own = torch.ops.cupyattn.diffusers_attention
     args = q, k, v, None, None, cos, sin, None, None, None, 0, False, operator.text_of(settings)
     real, refused = operator.forward, []
@@ -520,9 +538,9 @@ def test_raw_rows_fall_back_to_16_bits() -> None:
             raise operator.UnsupportedError("not here")
         return real(settings, tensors)
 
-    with mock.patch.object(operator, "forward", forward):
+    with mock.patch.multiple(operator, forward=forward, fallbacks=Counter()):
         found = own(*args)
-    assert len(refused) == 1
+        assert operator.fallbacks == {"not here": 1} and len(refused) == 1
     assert torch.equal(found, interop.attention(
         q, k, v, rope=(cos, sin), rope_interleaved=True, backend="mirror"
     ))  # fmt: skip

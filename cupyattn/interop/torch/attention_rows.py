@@ -148,9 +148,12 @@ def _rotated(node: Node) -> _Rows | None:
         return rows._replace(
             parts=(found.x,), tables=(found.tables,), interleaved=found.interleaved
         )
-    if end.target is not _aten.cat.default or end.args[1:] != (rows.axis,):
+    if end.target is not _aten.cat.default or len(end.args) != 2:
         return None
-    parts: Any = end.args[0]
+    parts: Any
+    parts, axis = end.args
+    if axis not in (rows.axis, rows.axis - len(rows.axes)):
+        return None
     turned = [rotation_of(x, rows.axis) or Rotation(x, Tables("none", (x,)), False) for x in parts]
     widths = {(x.tables.channels, x.interleaved) for x in turned if x.tables.form != "none"}
     if len(widths) != 1:
