@@ -155,7 +155,8 @@ class Machine:
         self._observers = observers
         granule = program.granules["shared"]
         shared = program.shared_bytes + launch.dynamic_shared
-        self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report)
+        extent = (lambda: program.extents.get(self.place)) if program.extents else None
+        self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report, extent)
         self.clusters = Clusters(self)
         self.spaces: dict[str, Space] = {
             "global": memory,

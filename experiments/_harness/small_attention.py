@@ -27,7 +27,9 @@ from experiments._harness.small_inputs import (
     LENGTHS,
     PACKED,
     added,
+    aligned_bias,
     arrays,
+    rope_tables,
 )  # fmt: skip
 
 #: A rung: variant, architecture (None: portable), type of its operands, how it quantises.
@@ -68,7 +70,8 @@ def _cut_tiles(blocks: int) -> Iterator[None]:
         yield
 
 
-def _said(report: Any) -> str:
+def said_of(report: Any) -> str:
+    """Return "" if a judgement holds, else the first line of its report."""
     return "" if report.passed else str(report).splitlines()[0]
 
 
@@ -108,12 +111,10 @@ def attend(
         o, q, k, v, variant=variant, lse=lse, quantized=z, form=plan.form, tiles=plan.tiles,
         **options,
     )  # fmt: skip
-    return _said(report)
+    return said_of(report)
 
 
-def _packed(
-    rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool = False
-) -> str:
+def _packed(rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool = False) -> str:
     """Run one call of packed sequences, and judge each; `inside` as for `attend`."""
     variant, arch, dtype, quant = rung
     ends = tuple(np.cumsum((0, *one), dtype=np.int32) for one in zip(*PACKED, strict=True))
@@ -133,8 +134,8 @@ def _packed(
     else:
         o, lse = ca.attention_varlen(*operands, return_lse=True, **given)
     if z is None:
-        return _said(judge(o, q, k, v, lse=lse, **asked, **named))
-    return _said(judge(o, q, k, v, lse=lse, quantized=z, **asked))
+        return said_of(judge(o, q, k, v, lse=lse, **asked, **named))
+    return said_of(judge(o, q, k, v, lse=lse, quantized=z, **asked))
 
 
 def _large(rung: Rung, kind: str) -> str:
@@ -282,24 +283,16 @@ def _of_scores(rung: Rung, some: Any, fewer: Any) -> dict[str, Callable[[], str]
     return calls
 
 
-def _aligned_bias(dtype: str, *shape: int) -> Any:
-    """Return a bias that the copy engine can move: rows begin at multiples of 16 bytes."""
-    wide = np.zeros((*shape[:-1], shape[-1] + -shape[-1] % 8), STORAGE[dtype])
-    found = wide[..., : shape[-1]]
-    found[...] = np.random.default_rng(17).standard_normal(shape)
-    return found
-
-
 def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
     """Return calls with every kind of bias that Hopper forms take, masks beside it, a softcap."""
     rng = np.random.default_rng(18)
     len_q, len_kv = FEWER
-    each = _aligned_bias(rung[2], HEADS, len_q, len_kv)
+    each = aligned_bias(rung[2], HEADS, len_q, len_kv)
     of_keys = {
-        "bias": _aligned_bias(rung[2], HEADS, 1, len_kv), "mask": rng.random(len_kv)[None] < 0.7,
+        "bias": aligned_bias(rung[2], HEADS, 1, len_kv), "mask": rng.random(len_kv)[None] < 0.7,
     }  # fmt: skip
     masked = {"bias": each[:1], "mask": rng.random((1, HEADS, len_q, len_kv)) < 0.7}
-    long = _aligned_bias(rung[2], 1, *LENGTHS)
+    long = aligned_bias(rung[2], 1, *LENGTHS)
     small = fewer[0] * fewer[0].dtype.type(0.1), *fewer[1:]
     return {
         "aligned bias": lambda: attend(rung, fewer, {"bias": each, "causal": True}),
@@ -387,8 +380,11 @@ def attention_calls() -> dict[str, Callable[[], str]]:
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})
     capped = {"softcap": 3.0, "bias": np.linspace(-2, 2, 601, dtype=np.float32)[None]}
     calls["fa_tc, split: softcap, bias"] = lambda: attend(split, more, capped)
-    many_groups = "fa_int8", None, "float16", replace(
-        FUSED, symmetric=False, granularity_q="token", granularity_k="token"
+    many_groups = (
+        "fa_int8",
+        None,
+        "float16",
+        replace(FUSED, symmetric=False, granularity_q="token", granularity_k="token"),
     )
     wide = Tiles(128, 64, 4, 1)
     inputs = arrays(*FEWER, "float16", 20, heads=(2, 1), batch=1)
@@ -403,8 +399,7 @@ def _prepared_calls() -> dict[str, Callable[[], str]]:
     calls: dict[str, Callable[[], str]] = {}
     for name, head_dim, dtype in (("wide", 64, "float16"), ("narrow", 40, "bfloat16")):
         inputs = arrays(*FEWER, dtype, 14, head_dim)
-        angles = np.arange(200)[:, None] * 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
-        tables = tuple(x.astype(np.float32) for x in (np.cos(angles), np.sin(angles)))
+        tables = rope_tables(200, head_dim)
         rng = np.random.default_rng(15)
         weights = tuple(rng.uniform(0.5, 2, head_dim).astype(STORAGE[dtype]) for _ in range(2))
         for pairs in (True, False):

@@ -4,8 +4,8 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
              experiments/_harness/small_calls.py compile (cupyattn/testing/mutations.py).
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
-             does not end. Calls with code of the fault's line come first, then the cheapest; calls
-             without it are run only if no code of the line has changed, or with --again.
+             does not end. Calls that run the fault's line come first, the cheapest before others,
+             then all other calls whose code it changes.
 Run          python -m experiments.accuracy.mutation_score --seed 5 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from cupyattn.cli import output
@@ -40,9 +40,14 @@ from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import KernelCompileError
 from cupyattn.interpret import KernelFault
+from cupyattn.interpret.observer import Observer, observe
 from cupyattn.testing.mutations import KINDS, Mutant, machine_code, mutants
 from experiments._harness import recording
 from experiments._harness.small_calls import small_calls
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.program import Program
 
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 NAME = "mutation_score"
@@ -53,7 +58,7 @@ SECONDS = 5
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived. With
 #: --again there is no such limit.
-SECONDS_OF_FAULT = 25
+SECONDS_OF_FAULT = 60
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
@@ -73,16 +78,42 @@ NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
 #: A module and the architecture that it is compiled for.
 Module = tuple[ModuleSpec, str]
+#: Lines by the name of their file, without folders: bit number n is line n.
+Lines = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A small call: its CPU seconds, the modules that it compiles, and the files in these."""
+    """A small call: its CPU seconds, the modules that it compiles, and the lines that it runs."""
 
     name: str
     run: Callable[[], str]
     seconds: float
     modules: frozenset[Module]
+    lines: Lines
+
+    def runs(self, file: str, line: int) -> bool:
+        """Return whether an instruction of a line, or inlined into it, is executed."""
+        return bool(self.lines.get(file, 0) >> line & 1)
+
+
+class Executed(Observer):
+    """Collects the lines of all instructions that are executed."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self._known: dict[Program, set[int]] = {}
+
+    def batch(self, machine: Machine) -> None:
+        """Add the lines of the segments that any warp has run."""
+        known = self._known.setdefault(machine.program, set())
+        for start in machine.counts.keys() - known:
+            known.add(start)
+            for _, step in machine.program.segments[start].steps:
+                if (location := step.instruction.location) is not None:
+                    for one in location.chain():
+                        name = one.file.rpartition("/")[2]
+                        self.lines[name] = self.lines.get(name, 0) | 1 << one.line
 
 
 @dataclass(frozen=True)
@@ -90,7 +121,7 @@ class Baseline:
     """The calls without a fault; of each module a hash of its code, its files and lines.
 
     `fast_code` is a hash of its code with few optimisations. `thorough`: a fault is given to all
-    calls whose code it changes.
+    calls whose code it changes, however long they take.
     """
 
     calls: tuple[Call, ...]
@@ -106,20 +137,28 @@ def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
 
     `kept` is a file in which calls of the same sources stand already, or are written.
     """
-    found: dict[str, tuple[float, frozenset[Module]]] = {}
+    found: dict[str, tuple[float, frozenset[Module], Lines]] = {}
+    made: dict[Module, tuple[str, str, frozenset[tuple[str, int]]]] = {}
     calls, stamp = small_calls(), _stamp()
     if kept is not None and kept.exists():
-        old_stamp, old = pickle.loads(kept.read_bytes())
-        found = {name: one for name, one in old.items() if old_stamp == stamp and name in calls}
+        old_stamp, *old = pickle.loads(kept.read_bytes())
+        if old_stamp == stamp:
+            found, made = old
+
+    def keep() -> None:
+        if kept is not None:
+            kept.write_bytes(pickle.dumps((stamp, found, made)))
+
     left = [name for name in calls if name not in found]
     for name, one in zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True):
         found[name] = one
-        if kept is not None:
-            kept.write_bytes(pickle.dumps((stamp, found)))
-    code, fast, lines = {}, {}, {}
-    modules = list({one for _, modules in found.values() for one in modules})
-    for module, one in zip(modules, _in_turn(_compiled, modules, None, jobs), strict=True):
-        code[module], fast[module], lines[module] = one
+    keep()
+    modules = {one for name in calls for one in found[name][1]}
+    waiting = list(modules - made.keys())
+    for module, its in zip(waiting, _in_turn(_compiled, waiting, None, jobs), strict=True):
+        made[module] = its
+    keep()
+    code, fast, lines = ({module: made[module][i] for module in modules} for i in range(3))
     files = {module: frozenset(reached(module[0])) for module in code}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
     return Baseline(of_calls, code, fast, files, lines)
@@ -146,19 +185,19 @@ def code_of(module: Module) -> str:
 
 def _unharmed(
     name: str, calls: Mapping[str, Callable[[], str]]
-) -> tuple[float, frozenset[Module]]:
-    """Run a call without a fault; return its CPU seconds and the modules that it compiles."""
-    translate, seen = compiler.translate, set()
+) -> tuple[float, frozenset[Module], Lines]:
+    """Run a call without a fault; return its CPU seconds, its modules, and the lines it runs."""
+    translate, seen, executed = compiler.translate, set(), Executed()
 
     def watched(spec: ModuleSpec, arch: str, source: str | None = None) -> Any:
         seen.add((spec, arch))
         return translate(spec, arch, source)
 
     start = time.process_time()
-    with mock.patch.object(compiler, "translate", watched):
+    with mock.patch.object(compiler, "translate", watched), observe(executed):
         said = calls[name]()
     assert not said, f"{name} is wrong without a fault: {said}"
-    return time.process_time() - start, frozenset(seen)
+    return time.process_time() - start, frozenset(seen), executed.lines
 
 
 def fast_code(module: Module) -> str:
@@ -274,27 +313,20 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
             changed[module] = may and code_of(module) != known.code[module]
         return changed[module]
 
-    def has_line(call: Call) -> bool:
-        return any(place in known.lines[module] for module in call.modules)
-
-    with_line, without = [], []
-    for call in sorted(known.calls, key=lambda call: call.seconds):
-        (with_line if has_line(call) else without).append(call)
     start, spent, ran = time.monotonic(), _cpu_seconds(), 0
-    for calls in (with_line, without):
-        for call in calls if known.thorough or not ran else ():
-            try:
-                if not any(map(is_changed, call.modules)):
-                    continue
-            except KernelCompileError:
-                return {"became": NOT_COMPILED}
-            ran += 1
-            if why := noticed(call):
-                seconds = round(time.monotonic() - start, 1)
-                by = {"by": call.name, "why": why}
-                return {"became": NOTICED, **by, "calls": ran, "took": seconds}
-            if not known.thorough and _cpu_seconds() - spent > SECONDS_OF_FAULT:
-                break
+    for call in sorted(known.calls, key=lambda call: (not call.runs(*place), call.seconds)):
+        try:
+            if not any(map(is_changed, call.modules)):
+                continue
+        except KernelCompileError:
+            return {"became": NOT_COMPILED}
+        ran += 1
+        if why := noticed(call):
+            seconds = round(time.monotonic() - start, 1)
+            by = {"by": call.name, "why": why}
+            return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+        if not known.thorough and _cpu_seconds() - spent > SECONDS_OF_FAULT:
+            break
     seconds = round(time.monotonic() - start, 1)
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
 
