@@ -1,8 +1,7 @@
 """Accesses to variables in shared memory: each stays within the variable that its address is of.
 
-A register may hold the address of a variable if it was computed from that. The places where
-registers are computed are known before a kernel runs, so an access costs no more than a check of
-the whole shared memory.
+A register holds the address of a variable if it was computed from that. This is known before a
+kernel runs, so a check of the variable costs as much as one of the whole shared memory.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from cupyattn.interpret.ptx import Address, Instruction, Operand, Pair, Register, Symbol, Vector
 from cupyattn.interpret.semantics import access_width
 
+#: Instructions with one address, and copies whose first address is in shared memory.
+_ACCESSES = {"ld", "st", "atom", "red", "ldmatrix", "stmatrix", "cp"}
 #: Instructions whose result is an address if an operand is one.
 _KEEPS = {"mov", "add", "sub", "mad", "cvta", "cvt", "selp", "and", "or", "xor", "lop3", "shfl"}
 
@@ -25,7 +26,7 @@ class Extent:
     Parameters
     ----------
     names : str
-        Of the variables.
+        Names of the variables.
     begin, end : int
         The end of dynamic shared memory is not known before a launch: 2^32.
     """
@@ -69,6 +70,8 @@ def extents_of(
     held = _held(instructions, variables)
     found = {}
     for index, instruction in enumerate(instructions):
+        if instruction.opcode not in _ACCESSES or "bulk" in instruction.modifiers:
+            continue
         touched = access_width(instruction)
         if touched is None or touched[0] not in ("shared", "generic"):
             continue

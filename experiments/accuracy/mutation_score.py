@@ -57,8 +57,10 @@ SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived. With
-#: --again there is no such limit.
-SECONDS_OF_FAULT = 60
+#: --again there is no such limit, nor the next one.
+SECONDS_OF_FAULT = 40
+#: Modules with the fault's file of which none has changed: the fault counts as the same code.
+MODULES_OF_FAULT = 50
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
@@ -138,30 +140,38 @@ def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
     `kept` is a file in which calls of the same sources stand already, or are written.
     """
     found: dict[str, tuple[float, frozenset[Module], Lines]] = {}
-    made: dict[Module, tuple[str, str, frozenset[tuple[str, int]]]] = {}
     calls, stamp = small_calls(), _stamp()
     if kept is not None and kept.exists():
-        old_stamp, *old = pickle.loads(kept.read_bytes())
-        if old_stamp == stamp:
-            found, made = old
-
-    def keep() -> None:
-        if kept is not None:
-            kept.write_bytes(pickle.dumps((stamp, found, made)))
-
+        old_stamp, old = pickle.loads(kept.read_bytes())
+        found = {name: one for name, one in old.items() if old_stamp == stamp and name in calls}
     left = [name for name in calls if name not in found]
-    for name, one in zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True):
+    for number, (name, one) in enumerate(
+        zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True), start=1
+    ):
         found[name] = one
-    keep()
-    modules = {one for name in calls for one in found[name][1]}
-    waiting = list(modules - made.keys())
-    for module, its in zip(waiting, _in_turn(_compiled, waiting, None, jobs), strict=True):
-        made[module] = its
-    keep()
-    code, fast, lines = ({module: made[module][i] for module in modules} for i in range(3))
-    files = {module: frozenset(reached(module[0])) for module in code}
+        if kept is not None and (number % 20 == 0 or number == len(left)):
+            kept.write_bytes(pickle.dumps((stamp, found)))
+    modules = {one for _, modules, _ in found.values() for one in modules}
+    files = {module: frozenset(reached(module[0])) for module in modules}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
-    return Baseline(of_calls, code, fast, files, lines)
+    kernels = compiler.KERNELS
+    code, lines = (OnDemand(kernels, make) for make in (code_of, lines_of))
+    return Baseline(of_calls, code, OnDemand(kernels, fast_code), files, lines)
+
+
+class OnDemand(dict[Module, Any]):
+    """Maps modules to facts about their code without a fault, each made when it is asked for."""
+
+    def __init__(self, kernels: Path, make: Callable[[Module], Any]) -> None:
+        super().__init__()
+        self._kernels, self._make = kernels, make
+
+    def __missing__(self, module: Module) -> Any:
+        compiler.cache_clear(disk=False)
+        with mock.patch.object(compiler, "KERNELS", self._kernels):
+            self[module] = self._make(module)
+        compiler.cache_clear(disk=False)
+        return self[module]
 
 
 def _stamp() -> str:
@@ -172,10 +182,9 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
-def _compiled(module: Module, _: None) -> tuple[str, str, frozenset[tuple[str, int]]]:
-    """Return the hashes of a module's code, with all and few optimisations, and its lines."""
-    lines = lines_with_code(compiler.translate(*module).ptx)
-    return code_of(module), fast_code(module), lines
+def lines_of(module: Module) -> frozenset[tuple[str, int]]:
+    """Return the lines that a module has code of."""
+    return lines_with_code(compiler.translate(*module).ptx)
 
 
 def code_of(module: Module) -> str:
@@ -305,16 +314,19 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
         if file not in known.files[module]:
             return False
         if module not in changed:
-            fast = known.fast_code[module]
             # Code of the line has changed, most often. Programs that are equal with few
             # optimisations are equal with all.
-            certain = not fast or (place in known.lines[module] and all(changed.values()))
-            may = certain or fast_code(module) != fast
+            may = all(changed.values()) and place in known.lines[module]
+            may = may or fast_code(module) != (known.fast_code[module] or None)
             changed[module] = may and code_of(module) != known.code[module]
         return changed[module]
 
     start, spent, ran = time.monotonic(), _cpu_seconds(), 0
     for call in sorted(known.calls, key=lambda call: (not call.runs(*place), call.seconds)):
+        seconds = _cpu_seconds() - spent
+        enough = seconds > SECONDS_OF_FAULT if ran else len(changed) >= MODULES_OF_FAULT
+        if enough and not known.thorough:
+            break
         try:
             if not any(map(is_changed, call.modules)):
                 continue
@@ -325,8 +337,6 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
             seconds = round(time.monotonic() - start, 1)
             by = {"by": call.name, "why": why}
             return {"became": NOTICED, **by, "calls": ran, "took": seconds}
-        if not known.thorough and _cpu_seconds() - spent > SECONDS_OF_FAULT:
-            break
     seconds = round(time.monotonic() - start, 1)
     return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
 

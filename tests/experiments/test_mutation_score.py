@@ -38,7 +38,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     compiler.cache_clear(disk=False)
     module = ModuleSpec("f.cu"), "sm_80"
     files = {module: frozenset(mutation_score.reached(module[0]))}
-    code, fast, lines = mutation_score._compiled(module, None)
+    code, lines = mutation_score.code_of(module), mutation_score.lines_of(module)
+    fast = mutation_score.fast_code(module)
     ran = {"f.cu": 1 << 4, "part.cuh": 1 << 1}
     call = Call("multiplies", multiplies, 0.1, frozenset({module}), ran)
     return Baseline((call,), {module: code}, {module: fast}, files, {module: lines})
@@ -57,6 +58,10 @@ def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     return mutation_score.became((file, one), known)
 
 
+def compiled_fast(module: Any, _: None) -> str:
+    return mutation_score.fast_code(module)
+
+
 def own_process(*_: Any) -> str:
     return str(os.getpid())
 
@@ -73,9 +78,28 @@ def test_few_optimisations_do_not_stay_with_the_process(
 
 def test_processes_that_compiled_with_few_optimisations_end(known: Baseline) -> None:
     (module,) = known.code
-    assert [x[1] for x in mutation_score._in_turn(mutation_score._compiled, [module], None, 2)] == [
-        known.fast_code[module]
-    ]
+    made = mutation_score._in_turn(compiled_fast, [module], None, 2)
+    assert list(made) == [known.fast_code[module]]
+
+
+def test_what_modules_are_without_a_fault_is_made_on_demand(known: Baseline) -> None:
+    (module,) = known.code
+    made = mutation_score.OnDemand(compiler.KERNELS, mutation_score.code_of)
+    harmed = PART.replace("3.0f", "5.0f")
+    with mutation_score.copied_sources("part.cuh", harmed):
+        assert mutation_score.code_of(module) != made[module] == known.code[module]
+        assert mutation_score.code_of(module) != known.code[module]
+
+
+def test_few_modules_say_that_the_code_is_the_same(
+    known: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = "const int unused = n;"
+    assert found("f.cu", after, known)["became"] == "same code"
+    monkeypatch.setattr(mutation_score, "MODULES_OF_FAULT", 0)
+    changes = PART.strip().replace("x * 3.0f", "x")
+    assert found("part.cuh", changes, known)["became"] == "same code"
+    assert found("part.cuh", changes, replace(known, thorough=True))["became"] == "noticed"
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
