@@ -149,7 +149,6 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
              "rope_offset_q": 30}, few),
         "norm, narrow": (
             {"qk_norm": narrow}, {"head_dim": 20, "heads": (2, 1), **few}),
-        "rope": ({"rope": rope_tables(200, 64)}, {"heads": (2, 1), **few}),
     }  # fmt: skip
     made: dict[str, Callable[[], str]] = {}
     for form, deterministic in (("ordered", True), ("atomic", False)):

@@ -8,9 +8,9 @@ Measures     the first call that notices a fault, by a finding, a judgement, an 
              then all other calls whose code it changes.
 Run          python -m experiments.accuracy.mutation_score --seed 5 --jobs 2 --update-docs
 
-No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
-the next one is drawn. The record is written after each fault, and the same command goes on where
-it was stopped.
+No device needed. A fault that does not compile, or changes the code of no call but in the order of
+independent instructions and of symmetric operands, is put aside, and the next one is drawn. The
+record is written after each fault, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from cupyattn.errors import KernelCompileError
 from cupyattn.interpret import KernelFault
 from cupyattn.interpret.observer import Observer, observe
 from cupyattn.testing.mutations import KINDS, Mutant, machine_code, mutants
+from cupyattn.testing.same_values import same_values
 from experiments._harness import recording
 from experiments._harness.small_calls import small_calls
 
@@ -131,6 +132,7 @@ class Baseline:
     fast_code: Mapping[Module, str]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
+    ptx: Mapping[Module, str]
     thorough: bool = False
 
 
@@ -155,8 +157,8 @@ def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
     files = {module: frozenset(reached(module[0])) for module in modules}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
     kernels = compiler.KERNELS
-    code, lines = (OnDemand(kernels, make) for make in (code_of, lines_of))
-    return Baseline(of_calls, code, OnDemand(kernels, fast_code), files, lines)
+    code, lines, ptx = (OnDemand(kernels, make) for make in (code_of, lines_of, ptx_of))
+    return Baseline(of_calls, code, OnDemand(kernels, fast_code), files, lines, ptx)
 
 
 class OnDemand(dict[Module, Any]):
@@ -182,9 +184,14 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
+def ptx_of(module: Module) -> str:
+    """Return the PTX of a module."""
+    return compiler.translate(*module).ptx
+
+
 def lines_of(module: Module) -> frozenset[tuple[str, int]]:
     """Return the lines that a module has code of."""
-    return lines_with_code(compiler.translate(*module).ptx)
+    return lines_with_code(ptx_of(module))
 
 
 def code_of(module: Module) -> str:
@@ -337,8 +344,10 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
             seconds = round(time.monotonic() - start, 1)
             by = {"by": call.name, "why": why}
             return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+    differs = [module for module, its in changed.items() if its]
+    same = all(same_values(ptx_of(module), known.ptx[module]) for module in differs)
     seconds = round(time.monotonic() - start, 1)
-    return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
+    return {"became": SAME_CODE if same else SURVIVED, "calls": ran, "took": seconds}
 
 
 def _cpu_seconds() -> float:

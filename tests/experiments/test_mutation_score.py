@@ -42,7 +42,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     fast = mutation_score.fast_code(module)
     ran = {"f.cu": 1 << 4, "part.cuh": 1 << 1}
     call = Call("multiplies", multiplies, 0.1, frozenset({module}), ran)
-    return Baseline((call,), {module: code}, {module: fast}, files, {module: lines})
+    ptx = {module: mutation_score.ptx_of(module)}
+    return Baseline((call,), {module: code}, {module: fast}, files, {module: lines}, ptx)
 
 
 def multiplies() -> str:
