@@ -30,7 +30,7 @@ _PURE = {
     "shr", "shf", "cvt", "mov", "selp", "setp", "abs", "neg", "lop3", "prmt", "bfe", "bfi", "ex2",
     "lg2", "rcp", "rsqrt", "sqrt", "popc", "clz", "brev", "cvta", "copysign", "tanh", "cos", "sin",
 }  # fmt: skip
-#: Of these and of comparisons for equality, the first two operands may be exchanged.
+#: Their first two operands may be exchanged, as may both of a comparison for equality.
 _SYMMETRIC = {"add", "mul", "mad", "fma", "min", "max", "and", "or", "xor"}
 #: Instructions whose first operand is read and not written.
 _NO_RESULT = {
@@ -41,8 +41,8 @@ _NO_RESULT = {
 _FIXED = re.compile(r"%(?:n?tid|n?ctaid|laneid|n?warpid|cluster_\w+)\b|WARP_SZ")
 _VOLATILE = {"volatile", "relaxed", "acquire"}
 
-#: What a kernel does: branches, and in each block values and effects, in order. Numbers stand for
-#: values, equal ones for equal values.
+#: The branches of a kernel, and in each block values and effects, in order. Numbers stand for
+#: values, equal numbers for equal values.
 Effects = list[tuple[Any, ...]]
 
 
@@ -94,7 +94,7 @@ def _written(instruction: Instruction) -> dict[int, Register]:
 
 
 def _effects(kernel: Kernel, numbers: dict[Any, int]) -> Effects:
-    """Return what a kernel does; `numbers` are those of values so far."""
+    """Return the effects of a kernel; `numbers` are given to values, here and in others."""
     return _Reader(kernel, numbers).effects
 
 
@@ -163,7 +163,7 @@ class _Reader:
         elif one.opcode == "ld" and _VOLATILE.isdisjoint(one.modifiers):
             value = *kind, *sources, self._block, self._epoch
         else:
-            # NOTE: registers with several writers may also be read here, as those of wgmma are.
+            # NOTE: wgmma also reads the registers that it writes, which have several writers.
             held = tuple(self._of(x) for x in results.values() if x.name in self._several)
             target = None if one.target is None else blocks[one.target]
             value = *kind, *sources, guard, target, held, self._block, self._epoch

@@ -8,9 +8,9 @@ Measures     the first call that notices a fault, by a finding, a judgement, an 
              then all other calls whose code it changes.
 Run          python -m experiments.accuracy.mutation_score --seed 5 --jobs 2 --update-docs
 
-No device needed. A fault that does not compile, or changes the code of no call but in the order of
-independent instructions and of symmetric operands, is put aside, and the next one is drawn. The
-record is written after each fault, and the same command goes on where it was stopped.
+No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
+the next one is drawn. The order of independent instructions and of symmetric operands is no change.
+The record is written after each fault, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
