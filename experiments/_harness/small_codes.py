@@ -39,7 +39,7 @@ CONFIGS = {
 
 def quantized(
     quant: Any, lengths: tuple[int, int], dtype: str, head_dim: int,
-    heads: tuple[int, int] = (4, 2), *, finite: bool = True,
+    heads: tuple[int, int] = (4, 2), *, finite: bool = True, tiles: Tiles = TILES,
 ) -> str:  # fmt: skip
     """Make codes in the interpreter, and compare them with the mirror's.
 
@@ -50,12 +50,12 @@ def quantized(
         x[0, :, 5], x[0, :, 9] = 0, np.finfo(STORAGE[dtype]).smallest_subnormal
         x[1, 0, 7 + seed, 3], x[0, 1, 30, seed], x[1, 1, 33, 4] = np.nan, np.inf, -np.inf
     with np.errstate(invalid="ignore"):
-        return _compared(quant, inputs)
+        return _compared(quant, inputs, tiles)
 
 
-def _compared(quant: Any, inputs: Any) -> str:
+def _compared(quant: Any, inputs: Any, tiles: Tiles) -> str:
     """Make codes of arrays by the kernels and by the mirror."""
-    z = ca.quantize(*inputs, quant=quant, tiles=TILES, backend="interpret")
+    z = ca.quantize(*inputs, quant=quant, tiles=tiles, backend="interpret")
     for mean, x in ((z.k_mean, inputs[1]), (z.v_mean, inputs[2])):
         if mean is None:
             continue
@@ -67,7 +67,7 @@ def _compared(quant: Any, inputs: Any) -> str:
         off = np.abs(mean.reshape(exact.shape).astype(np.float64) - exact)
         if (off[some] > allowed[some]).any() or mean.reshape(exact.shape)[~some].any():
             return "a mean of keys or values is wrong"
-    want = quantize_mirror(*inputs, quant, TILES, k_mean=z.k_mean, v_mean=z.v_mean)
+    want = quantize_mirror(*inputs, quant, tiles, k_mean=z.k_mean, v_mean=z.v_mean)
     if quant.qk_bits == 4:
         z = z.unpacked()
     return _differing(z, want)
@@ -132,6 +132,8 @@ def code_calls() -> dict[str, Callable[[], str]]:
         for dtype, head_dim in (types[0], types[1 + number % 2]):
             how = quant, LENGTHS, dtype, head_dim
             calls[f"quantize: {name}, {dtype}"] = partial(quantized, *how)
+        # A pass has more rows than a block.
+        calls[f"quantize: {name}, head_dim 8"] = partial(quantized, quant, LENGTHS, "float16", 8)
         odd = quant, LENGTHS, "float16", 36
         calls[f"quantize: {name}, not finite"] = partial(quantized, *odd, finite=False)
         if not name.startswith(("given", "4 bits")):
@@ -143,6 +145,12 @@ def code_calls() -> dict[str, Callable[[], str]]:
         calls[f"quantize: chosen keys, {of_keys}"] = partial(_in_place, where, dtype, head_dim)
     unmoved = ca.QuantConfig("block", "block", smooth_k=False)
     calls["quantize: chosen keys, no means"] = partial(_in_place, unmoved, "bfloat16", 64)
+    for keys in (48, 80, 96, 112, 192):  # numbers of our tiles that are no powers of two
+        for by in ("block", "thread"):
+            calls[f"quantize: {by} of {keys} keys"] = partial(
+                quantized, ca.QuantConfig(by, by), LENGTHS, "float16", 64,
+                tiles=Tiles(192, keys, 4, 2),
+            )  # fmt: skip
     long = ca.QuantConfig(pv="int8"), (1100, 1040), "float16", 24, (1, 1)
     calls["quantize: many rows"] = lambda: quantized(*long)
     return calls

@@ -357,7 +357,8 @@ def _products() -> dict[str, Callable[[], str]]:
         label = f"{arch or 'portable'} {tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages"
         label += f", {tiles.splits} splits" if tiles.splits > 1 else ""
         k = 400 + 128 * (tiles.num_stages > 5) * (number % 3) * 2
-        shape = tiles.block_m + 10, tiles.block_n + 12, max(k, 320 * tiles.splits)
+        n = tiles.block_n + (24 if number % 2 else 12)  # rows of C in 16 bits begin at 16 bytes
+        shape = tiles.block_m + 10, n, max(k, 320 * tiles.splits)
         options = {"bias": True, "out_dtype": "float16"} if number % 2 else {}
         products[label] = shape, tiles, arch, options
         products[f"rows, {label}"] = shape, tiles, arch, {**options, **by_row}

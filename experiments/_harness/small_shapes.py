@@ -17,9 +17,9 @@ from experiments._harness.small_inputs import aligned_bias, arrays, rope_tables
 #: Lengths of q and k of packed sequences: none of some, full tiles, one row, one key.
 EDGES = ((64, 128), (0, 17), (130, 1), (20, 0), (1, 70), (33, 300))
 #: head_dims whose tiles or widths of products differ; FP8 goes to 128.
-WIDTHS = {None: (128, 256), "sm_90a": (96, 128, 192, 256)}
+WIDTHS = {None: (24, 128, 136, 256), "sm_90a": (40, 96, 128, 192, 256)}
 #: Products of Hopper have instructions of their own for each of these.
-OTHER_WIDTHS = (16, 48, 80, 112, 144, 160, 176, 208, 224, 240)
+OTHER_WIDTHS = (8, 16, 48, 72, 80, 112, 144, 160, 176, 208, 224, 240)
 
 
 def one_head(rung: Rung, len_q: int, len_kv: int, head_dim: int = 64, seed: int = 30) -> Any:

@@ -71,11 +71,11 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
-EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
+EARLIER = tuple(
+    f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth", "fifth", "sixth")
+)
 #: Survivors of the record that change a result, after rules and calls that some of them led to.
 AGAIN = f"{NAME}_again"
-#: A draw with another seed after that.
-FRESH = f"{NAME}_fresh"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -472,8 +472,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
         *recording.markdown(header, rows),
     ]
     runs = []
-    fresh = _stored(FRESH)
-    for x in (*map(recording.stored, EARLIER), record, *([fresh] if fresh else [])):
+    for x in (*map(recording.stored, EARLIER), record):
         noticed, survived = (
             sum(one["became"] == state for one in x["faults"]) for state in (NOTICED, SURVIVED)
         )
@@ -485,16 +484,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(["seed", "revision", "files", "calls", "noticed"], runs),
     ]
-    lines += ["", *_survivors(record)]
-    if fresh:
-        lines += [
-            "",
-            f"Seed {fresh['seed']} drew other faults after that, for the calls as they are now. "
-            "Here too the share is of a first run:",
-            "",
-            *_survivors(fresh),
-        ]
-    return lines
+    return [*lines, "", *_survivors(record)]
 
 
 def _survivors(record: Mapping[str, Any]) -> list[str]:
