@@ -26,6 +26,7 @@ from cupyattn.interpret.findings import KernelFault
 from cupyattn.interpret.machine import BoundLaunch, Machine
 from cupyattn.interpret.memory import GlobalMemory, duplicate
 from cupyattn.interpret.observer import Observer, active
+from cupyattn.interpret.ordering import Bools
 from cupyattn.interpret.program import Program, program, target_of
 from cupyattn.interpret.ptx import Parameter
 from cupyattn.plans.records import Launch, TensorMap
@@ -117,20 +118,23 @@ def run(plan: Runnable, buffers: Mapping[str, Any], arch: str | None = None) -> 
         check_numpy(a, name)
     results = {name: duplicate(a) for name, a in arrays.items() if a.flags.writeable}
     held = {**arrays, **results}
-    written = set(held)
+    undefined: dict[str, Bools] = {}
     for work in plan.workspace:
-        held[work.name] = fresh(work.shape, work.dtype, work.zeros)
-        if work.zeros:
-            written.add(work.name)
+        made = held[work.name] = fresh(work.shape, work.dtype, work.zeros)
+        if not work.zeros:
+            undefined[work.name] = np.ones(made.nbytes, np.bool_)
     for one in plan.launches:
         binary = compiler.translate(one.module, arch or one.module.least_arch)
-        run_launch(one, binary, held, written)
+        run_launch(one, binary, held, undefined)
     for name, result in results.items():
         arrays[name][...] = result
 
 
 def run_launch(
-    one: Launch, binary: Binary, arrays: Mapping[str, npt.NDArray[Any]], written: set[str]
+    one: Launch,
+    binary: Binary,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    undefined: dict[str, Bools],
 ) -> None:
     """Run one launch, changing `arrays` that are writeable.
 
@@ -141,16 +145,20 @@ def run_launch(
         Its module, compiled.
     arrays : mapping of str to numpy.ndarray
         Buffers and workspace.
-    written : set of str
-        Names of the arrays that have contents. Arrays that the kernel writes are added.
+    undefined : dict of str to numpy.ndarray of bool
+        Which bytes of an array no launch has written yet, by its name. Bytes that the kernel writes
+        are taken out.
     """
     ready = program(binary.ptx, one.entry)
     awaits = one.awaits if int(binary.arch[3:].rstrip("af")) >= OVERLAPPING else ()
     memory = GlobalMemory(ready.granules["global"])
     addresses = {
         name: memory.add(
-            name, arrays[name], initialised=name in written,
-            writable=arrays[name].flags.writeable, awaited=name in awaits,
+            name,
+            arrays[name],
+            undefined=undefined.pop(name, None),
+            writable=arrays[name].flags.writeable,
+            awaited=name in awaits,
         )  # fmt: skip
         for name in _names(one)
     }
@@ -164,7 +172,7 @@ def run_launch(
         observer.launch(one, ready, binary.arch)
     geometry = Geometry(extents(one.grid), extents(one.block), shared)
     _launch(ready, memory, params, tensors, geometry, observers)
-    written.update(memory.give_back())
+    undefined.update(memory.give_back())
 
 
 def run_kernel(

@@ -42,6 +42,7 @@ from cupyattn.interpret.register_pools import RegisterPools
 from cupyattn.interpret.semantics import Read, not_known, register_type
 from cupyattn.interpret.special import special_registers
 from cupyattn.interpret.turns import Turns
+from cupyattn.interpret.variables import Extent
 from cupyattn.interpret.wgmma import Warpgroups
 
 FULL_WARP = 0xFFFFFFFF
@@ -155,8 +156,10 @@ class Machine:
         self._observers = observers
         granule = program.granules["shared"]
         shared = program.shared_bytes + launch.dynamic_shared
-        cluster = program.kernel.cluster
-        self.shared = SharedMemory(blocks, shared, granule, self.clocks, self.report, cluster)
+        self.shared = SharedMemory(
+            blocks, shared, granule, self.clocks, self.report, program.kernel.cluster,
+            self._extent if program.extents else None,
+        )  # fmt: skip
         self.clusters = Clusters(self)
         self.spaces: dict[str, Space] = {
             "global": memory,
@@ -459,6 +462,10 @@ class Machine:
             self.traffic[which, direction] += width * len(some)
             within = address[some] - WINDOWS.get(which, 0)
             yield self.spaces[which], within, None if len(some) == len(kinds) else some
+
+    def _extent(self) -> Extent | None:
+        """Return the variables that the access under way must stay within, if they are known."""
+        return self.program.extents.get(self.place)
 
     # ---- findings --------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import parse
+from cupyattn.interpret.variables import plain_name
 
 if TYPE_CHECKING:
     from cupyattn.interpret.observer import Started
@@ -151,22 +152,10 @@ def members_of(one: Started, program: Program, arch: str) -> tuple[Member, ...]:
     placed = sorted(program.shared.items(), key=lambda item: item[1])
     stops = [*(address for _, address in placed[1:]), end]
     return tuple(
-        Member(_plain(name), "uint8", (stop - address,), address - end)
+        Member(plain_name(name), "uint8", (stop - address,), address - end)
         for (name, address), stop in zip(placed, stops, strict=True)
         if address < stop
     )
-
-
-def _plain(name: str) -> str:
-    """Return the name of a variable without the function and scopes of its C++ symbol.
-
-    Examples
-    --------
-    >>> _plain("_ZZ4copyE4tile"), _plain("global_smem")
-    ('tile', 'global_smem')
-    """
-    match = re.fullmatch(r"_ZZ.*E(\d+)(\D\w*?)(?:_\d+)?", name) if name[:3] == "_ZZ" else None
-    return match[2][: int(match[1])] if match else name
 
 
 def shared_members(spec: ModuleSpec, arch: str) -> tuple[Member, ...]:

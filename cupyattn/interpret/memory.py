@@ -8,8 +8,9 @@ space.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ import numpy.typing as npt
 from cupyattn.arrays.memory import data_address
 from cupyattn.interpret.ordering import BetweenBlocks, Bools, Clocks, Ints
 from cupyattn.interpret.shadow import Report, Shadow, spread
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.variables import Extent
 
 #: log2 of the bytes between the regions of two arrays.
 REGION_BITS = 40
@@ -133,6 +137,8 @@ class Array:
         None for read-only arrays, which cannot have hazards.
     awaited : bool
         Whether the previous launch writes it, so a thread must wait before it reads.
+    undefined : numpy.ndarray of bool or None
+        Which of its `nbytes` no launch before this one has written; None if all have a value.
     """
 
     name: str
@@ -144,6 +150,7 @@ class Array:
     owned: Bools | None
     shadow: Shadow | None
     awaited: bool = False
+    undefined: Bools | None = None
 
     @property
     def elements(self) -> npt.NDArray[Any]:
@@ -182,7 +189,7 @@ class GlobalMemory:
         name: str,
         source: npt.NDArray[Any],
         *,
-        initialised: bool = True,
+        undefined: Bools | None = None,
         writable: bool = True,
         awaited: bool = False,
     ) -> int:
@@ -193,8 +200,8 @@ class GlobalMemory:
         name : str
             For findings.
         source : numpy.ndarray
-        initialised : bool
-            Whether its values are defined; otherwise reading them is a finding.
+        undefined : numpy.ndarray of bool, optional
+            As for `Array`; reading these bytes is a finding.
         writable : bool
         awaited : bool
             As for `Array`.
@@ -213,21 +220,29 @@ class GlobalMemory:
         if writable:
             granules = data.size // self._granule_bytes
             shadow = Shadow(
-                name, granules, self._granule_bytes, 0, initialised=initialised,
-                first=-(base % 16),
-            )  # fmt: skip
-        array = Array(name, source, base, before, data, nbytes, owned, shadow, awaited)
+                name, granules, self._granule_bytes, 0, initialised=True, first=-(base % 16)
+            )
+            if undefined is not None:
+                places = np.flatnonzero(undefined) + base % 16
+                shadow.forget(np.unique(places // self._granule_bytes))
+        array = Array(name, source, base, before, data, nbytes, owned, shadow, awaited, undefined)
         if source.size:
             array.elements[...] = source
         self.arrays.append(array)
         return base + before
 
-    def give_back(self) -> list[str]:
-        """Copy written arrays back to the caller's arrays; return their names."""
-        changed = [a for a in self.arrays if a.shadow is not None and a.shadow.was_written]
-        for array in changed:
-            array.source[...] = array.elements
-        return [array.name for array in changed]
+    def give_back(self) -> dict[str, Bools]:
+        """Copy written arrays back to the caller's arrays; return which bytes are undefined."""
+        undefined = {}
+        for array in self.arrays:
+            if array.shadow is not None and array.shadow.was_written:
+                array.source[...] = array.elements
+            if array.shadow is not None and array.undefined is not None:
+                untouched = np.repeat(array.shadow.written < 0, self._granule_bytes)
+                left = untouched[array.base % 16 :][: array.nbytes] & array.undefined
+                if left.any():
+                    undefined[array.name] = left
+        return undefined
 
     def load(
         self,
@@ -368,17 +383,14 @@ class SharedMemory:
     report : Report
     cluster : int
         Blocks of a cluster.
+    extent : callable, optional
+        Returns the variables that the access under way must stay within, if they are known.
     """
 
     def __init__(
-        self,
-        blocks: int,
-        nbytes: int,
-        granule_bytes: int,
-        clocks: Clocks,
-        report: Report,
-        cluster: int,
-    ) -> None:
+        self, blocks: int, nbytes: int, granule_bytes: int, clocks: Clocks, report: Report,
+        cluster: int, extent: Callable[[], Extent | None] | None = None,
+    ) -> None:  # fmt: skip
         room = math.lcm(16, granule_bytes)
         self.nbytes = nbytes
         self.stride = -(-nbytes // room) * room
@@ -395,6 +407,7 @@ class SharedMemory:
         self.ranks = ranks  # of each lane's block, as addresses in a cluster have them
         self._clocks = clocks
         self._report = report
+        self._extent = extent
 
     def offset(self, address: Ints, width: int, lanes: Ints) -> Ints:
         """Return offsets into the memory of all blocks after checking the addresses."""
@@ -407,6 +420,12 @@ class SharedMemory:
             outside = (within < 0) | (within + width > self.nbytes)
             message = f"an access of {width} bytes outside shared memory, which has {self.nbytes}"
             self._report("out of bounds", message, lanes, outside, within)
+        if self._extent is not None and (extent := self._extent()) is not None:
+            outside = (address < extent.begin) | (address + width > extent.end)
+            if outside.any():
+                size = extent.end - extent.begin
+                message = f"an access of {width} bytes outside {extent.names}, which has {size}"
+                self._report("out of bounds", message, lanes, outside, address - extent.begin)
         return address + self._start[lanes]
 
     def granules(self, offset: Ints, width: int, lanes: Ints) -> tuple[Ints, Ints]:

@@ -30,6 +30,7 @@ from cupyattn.interpret.ptx import (
     parse,
 )
 from cupyattn.interpret.semantics import Execute, Step
+from cupyattn.interpret.variables import Extent, extents_of
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Program:
         Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
     held : dict of int to int
         Number, from 0, of each register that products of warpgroups hold.
+    extents : dict of int to Extent
+        Of variables in shared memory that accesses must stay within, by index of the instruction.
     """
 
     kernel: Kernel
@@ -86,6 +89,7 @@ class Program:
     local_bytes: int
     granules: dict[str, int]
     held: dict[int, int]
+    extents: dict[int, Extent]
 
 
 @functools.lru_cache(maxsize=64)
@@ -151,9 +155,12 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
     local, local_bytes = _place(used, "local", 0)
     constant = {name: v for name, v in used.items() if v.space in ("global", "const")}
     granules = {space: _granule(kernel, space) for space in ("shared", "global")}
+    extents = extents_of(
+        kernel.instructions, {name: (place, used[name].size) for name, place in shared.items()}
+    )
     return Program(
         kernel, steps, segments, constant, shared, shared_bytes - SHARED_BASE, local, local_bytes,
-        granules, held,
+        granules, held, extents,
     )  # fmt: skip
 
 

@@ -128,6 +128,11 @@ class Shadow:
         #: read.
         self.before_any_write: Callable[[Ints, Ints], None] | None = None
 
+    def forget(self, granules: Ints) -> None:
+        """Record that `granules`, each named once, have no value before the launch."""
+        self.written[granules] = -1
+        self._unwritten = len(granules)
+
     @property
     def was_written(self) -> bool:
         """Whether any thread wrote to it in this launch."""

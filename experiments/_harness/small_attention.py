@@ -27,7 +27,9 @@ from experiments._harness.small_inputs import (
     LENGTHS,
     PACKED,
     added,
+    aligned_bias,
     arrays,
+    rope_tables,
 )  # fmt: skip
 
 #: A rung: variant, architecture (None: portable), type of its operands, how it quantises.
@@ -55,6 +57,12 @@ RUNGS: dict[str, Rung] = {
 #: Codes whose results for such scores may be 0 or infinite (docs/MATH_REFERENCE.md).
 OVERFLOWING = ca.QuantConfig(pv="int8"), ca.QuantConfig(pv="fp8")
 HOPPER = tuple(name for name, rung in RUNGS.items() if rung[1])
+#: Rungs whose rows without keys differ from the mirror's, NaN in one and 0 in the other. That is so
+#: where the scale of such a row is NaN, or a value is infinite. It is open which of both is right.
+APART = (
+    "fa_int8", "fa_int8, fused", "fa_int8, pv8 whole", "fa_int8, v8", "fa_int8, sm90 pv8",
+    "fa_int8, sm90 fp8",
+)  # fmt: skip
 #: Rungs that are called with masks and biases.
 SCORED = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8", *HOPPER)
 #: Rungs that are also tried with every kind of mask and bias, and with head_dim 128.
@@ -68,7 +76,8 @@ def _cut_tiles(blocks: int) -> Iterator[None]:
         yield
 
 
-def _said(report: Any) -> str:
+def said_of(report: Any) -> str:
+    """Return "" if a judgement holds, else the first line of its report."""
     return "" if report.passed else str(report).splitlines()[0]
 
 
@@ -108,12 +117,10 @@ def attend(
         o, q, k, v, variant=variant, lse=lse, quantized=z, form=plan.form, tiles=plan.tiles,
         **options,
     )  # fmt: skip
-    return _said(report)
+    return said_of(report)
 
 
-def _packed(
-    rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool = False
-) -> str:
+def _packed(rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool = False) -> str:
     """Run one call of packed sequences, and judge each; `inside` as for `attend`."""
     variant, arch, dtype, quant = rung
     ends = tuple(np.cumsum((0, *one), dtype=np.int32) for one in zip(*PACKED, strict=True))
@@ -133,8 +140,8 @@ def _packed(
     else:
         o, lse = ca.attention_varlen(*operands, return_lse=True, **given)
     if z is None:
-        return _said(judge(o, q, k, v, lse=lse, **asked, **named))
-    return _said(judge(o, q, k, v, lse=lse, quantized=z, **asked))
+        return said_of(judge(o, q, k, v, lse=lse, **asked, **named))
+    return said_of(judge(o, q, k, v, lse=lse, quantized=z, **asked))
 
 
 def _large(rung: Rung, kind: str) -> str:
@@ -185,13 +192,13 @@ def _full_sums(rung: Rung) -> str:
     return attend((variant, arch, dtype, plain), inputs, {})
 
 
-def _not_finite(rung: Rung) -> str:
+def _not_finite(rung: Rung, len_kv: int = 150) -> str:
     """Run NaN and infinities: they reach the results that the mirror's reach, and no others."""
     variant, arch, dtype, quant = rung
-    q, k, v = arrays(70, 150, dtype, 9, heads=(2, 1))
+    q, k, v = arrays(70, len_kv, dtype, 9, heads=(2, 1))
     q[0, 0, 7, 3] = np.nan
-    k[1, 0, 140, 5] = np.nan
-    v[0, 0, 60, 40] = np.inf
+    k[1, 0, len_kv - 10, 5] = np.nan
+    v[0, 0, len_kv // 2 - 15, 40] = np.inf
     asked: dict[str, Any] = {"variant": variant, "causal": True, "return_lse": True}
     operands: Any = (q, k, v)
     with np.errstate(invalid="ignore"):
@@ -229,6 +236,8 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         "large scores, ties": lambda: _large(rung, "ties"),
         "not finite": lambda: _not_finite(rung),
     }
+    if name not in APART:
+        calls["not finite, rows without keys"] = lambda: _not_finite(rung, 40)
     if arch is None:
         calls["head_dim 36"] = lambda: attend(rung, narrow, {"causal": True})
         calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
@@ -282,24 +291,16 @@ def _of_scores(rung: Rung, some: Any, fewer: Any) -> dict[str, Callable[[], str]
     return calls
 
 
-def _aligned_bias(dtype: str, *shape: int) -> Any:
-    """Return a bias that the copy engine can move: rows begin at multiples of 16 bytes."""
-    wide = np.zeros((*shape[:-1], shape[-1] + -shape[-1] % 8), STORAGE[dtype])
-    found = wide[..., : shape[-1]]
-    found[...] = np.random.default_rng(17).standard_normal(shape)
-    return found
-
-
 def _of_biases(rung: Rung, plain: Any, fewer: Any) -> dict[str, Callable[[], str]]:
     """Return calls with every kind of bias that Hopper forms take, masks beside it, a softcap."""
     rng = np.random.default_rng(18)
     len_q, len_kv = FEWER
-    each = _aligned_bias(rung[2], HEADS, len_q, len_kv)
+    each = aligned_bias(rung[2], HEADS, len_q, len_kv)
     of_keys = {
-        "bias": _aligned_bias(rung[2], HEADS, 1, len_kv), "mask": rng.random(len_kv)[None] < 0.7,
+        "bias": aligned_bias(rung[2], HEADS, 1, len_kv), "mask": rng.random(len_kv)[None] < 0.7,
     }  # fmt: skip
     masked = {"bias": each[:1], "mask": rng.random((1, HEADS, len_q, len_kv)) < 0.7}
-    long = _aligned_bias(rung[2], 1, *LENGTHS)
+    long = aligned_bias(rung[2], 1, *LENGTHS)
     small = fewer[0] * fewer[0].dtype.type(0.1), *fewer[1:]
     return {
         "aligned bias": lambda: attend(rung, fewer, {"bias": each, "causal": True}),
@@ -387,8 +388,11 @@ def attention_calls() -> dict[str, Callable[[], str]]:
     calls["fa_tc, split: scores far apart"] = lambda: attend(split, far, {})
     capped = {"softcap": 3.0, "bias": np.linspace(-2, 2, 601, dtype=np.float32)[None]}
     calls["fa_tc, split: softcap, bias"] = lambda: attend(split, more, capped)
-    many_groups = "fa_int8", None, "float16", replace(
-        FUSED, symmetric=False, granularity_q="token", granularity_k="token"
+    many_groups = (
+        "fa_int8",
+        None,
+        "float16",
+        replace(FUSED, symmetric=False, granularity_q="token", granularity_k="token"),
     )
     wide = Tiles(128, 64, 4, 1)
     inputs = arrays(*FEWER, "float16", 20, heads=(2, 1), batch=1)
@@ -403,8 +407,7 @@ def _prepared_calls() -> dict[str, Callable[[], str]]:
     calls: dict[str, Callable[[], str]] = {}
     for name, head_dim, dtype in (("wide", 64, "float16"), ("narrow", 40, "bfloat16")):
         inputs = arrays(*FEWER, dtype, 14, head_dim)
-        angles = np.arange(200)[:, None] * 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
-        tables = tuple(x.astype(np.float32) for x in (np.cos(angles), np.sin(angles)))
+        tables = rope_tables(200, head_dim)
         rng = np.random.default_rng(15)
         weights = tuple(rng.uniform(0.5, 2, head_dim).astype(STORAGE[dtype]) for _ in range(2))
         for pairs in (True, False):

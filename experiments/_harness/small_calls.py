@@ -12,8 +12,10 @@ from experiments._harness.small_attention import attention_calls
 from experiments._harness.small_codes import code_calls
 from experiments._harness.small_gradients import gradient_calls
 from experiments._harness.small_layers import layer_calls
+from experiments._harness.small_shapes import shape_calls
 
 
 def small_calls() -> dict[str, Callable[[], str]]:
     """Return all calls by name, one operation after the other."""
-    return attention_calls() | code_calls() | gradient_calls() | layer_calls()
+    attention = attention_calls() | shape_calls()
+    return attention | code_calls() | gradient_calls() | layer_calls()

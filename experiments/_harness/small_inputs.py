@@ -46,3 +46,23 @@ def added(len_q: int, len_kv: int, batch: int = BATCH) -> dict[str, Any]:
     found = {"mask": rng.random(shape) < 0.8, "bias": bias.astype(np.float32)}
     found = {name: x.swapaxes(2, 3) for name, x in found.items()}
     return {"softcap": 1.5, "window": (60, 9), **found}
+
+
+def aligned_bias(dtype: str, *shape: int, masked: float = 0.0) -> Any:
+    """Return a bias that the copy engine can move: rows begin at multiples of 16 bytes.
+
+    It is -inf in a share of places, `masked`.
+    """
+    rng = np.random.default_rng(17)
+    wide = np.zeros((*shape[:-1], shape[-1] + -shape[-1] % 8), STORAGE[dtype])
+    found = wide[..., : shape[-1]]
+    found[...] = rng.standard_normal(shape)
+    found[rng.random(shape) < masked] = -np.inf
+    return found
+
+
+def rope_tables(positions: int, head_dim: int) -> tuple[Any, Any]:
+    """Return cosines and sines of the usual angles: (positions, head_dim // 2) each, float32."""
+    rates = 10000.0 ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+    angles = np.arange(positions)[:, None] * rates
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -5,7 +5,7 @@ Codes and copies are compared with the mirror bit for bit, other numbers with th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,10 +23,12 @@ from cupyattn.diffusion.importance_bounds import importance_bound
 from cupyattn.diffusion.pruning import compact
 from cupyattn.distributed.bounds import Expected, merged
 from cupyattn.distributed.merging import Partial
+from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
 from cupyattn.ops.layers import LAYERS, LayersSettings
 from cupyattn.ops.operation import run
+from cupyattn.plans import norm_quant as plan_norm_quant
 from cupyattn.plans import unpack
 from cupyattn.plans.gemm import plan_gemm
 from cupyattn.problem import gemm_form
@@ -121,10 +123,14 @@ def product(
     return "" if worst <= 1 else f"{worst:.3g} of the bound of a product"
 
 
-def norm(shape: tuple[int, ...], dtype: str, vectors: str, groups: int = 1, **steps: Any) -> str:
+def norm(
+    shape: tuple[int, ...], dtype: str, vectors: str, groups: int = 1, blocks: int | None = None,
+    **steps: Any,
+) -> str:  # fmt: skip
     """Normalise, rotate and quantise rows by the kernel and the mirror; `vectors` are name:type.
 
-    An activation is approximated, and then codes are held to their bound.
+    An activation is approximated, and then codes are held to their bound. With few `blocks` at a
+    time, each takes several rows.
     """
     rng = np.random.default_rng(6)
     doubled = 2 if steps.get("activation") in GLU else 1
@@ -133,7 +139,12 @@ def norm(shape: tuple[int, ...], dtype: str, vectors: str, groups: int = 1, **st
     for name, kind in (one.split(":") for one in vectors.split()):
         size = (groups, shape[-1]) if name in ("scale", "shift") else shape[-1:]
         arrays[name] = rng.standard_normal(size).astype(STORAGE[kind])
-    found = ca.norm_quant(**arrays, **steps, backend="interpret")
+    plan_norm_quant.plan_norm_quant.cache_clear()
+    try:
+        with mock.patch.object(plan_norm_quant, "HOPPER_BLOCKS", blocks or HOPPER_BLOCKS):
+            found = ca.norm_quant(**arrays, **steps, backend="interpret")
+    finally:
+        plan_norm_quant.plan_norm_quant.cache_clear()
     if not steps.get("activation"):
         return _same(found, ca.norm_quant(**arrays, **steps, backend="mirror"))
     return _norm_bound(found, arrays, steps)
@@ -356,10 +367,30 @@ def _products() -> dict[str, Callable[[], str]]:
         "sm90 few blocks": ((150, 140, 400), hopper, "sm_90a", {"blocks": 2, "bias": True}),
         "sm90 rows, few blocks": ((150, 140, 400), hopper, "sm_90a", {**by_row, "blocks": 2}),
     }  # fmt: skip
+    for number, (tiles, arch) in enumerate(_tiles()):
+        label = f"{arch or 'portable'} {tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages"
+        label += f", {tiles.splits} splits" if tiles.splits > 1 else ""
+        k = 400 + 128 * (tiles.num_stages > 5) * (number % 3) * 2
+        n = tiles.block_n + (24 if number % 2 else 12)  # rows of C in 16 bits begin at 16 bytes
+        shape = tiles.block_m + 10, n, max(k, 320 * tiles.splits)
+        options = {"bias": True, "out_dtype": "float16"} if number % 2 else {}
+        products[label] = shape, tiles, arch, options
+        products[f"rows, {label}"] = shape, tiles, arch, {**options, **by_row}
+    for arch, tiles in ((None, GemmTiles(16, 32, 2, 8)), ("sm_90a", hopper)):
+        rows = 17 * tiles.block_m + 3  # more than one group of blocks of rows
+        products[f"{arch or 'portable'}, many rows"] = (rows, 76, 144), tiles, arch, {"blocks": 3}
     return {
         f"product: {name}": partial(product, shape, tiles, arch, **how)
         for name, (shape, tiles, arch, how) in products.items()
     }
+
+
+def _tiles() -> Iterator[tuple[GemmTiles, str | None]]:
+    """Yield all tiles that a product may choose, and the architecture of each."""
+    yield from ((tiles, None) for tiles in gemm_form.PORTABLE_TILES)
+    shared = (one for of_blocks in gemm_form._SHARED_TILES.values() for one in of_blocks.values())
+    yield from ((tiles, "sm_90") for tiles in shared)
+    yield from ((tiles, "sm_90a") for tiles in gemm_form.HOPPER_TILES if tiles.tail_splits == 1)
 
 
 def _norms() -> dict[str, Callable[[], str]]:
@@ -387,6 +418,13 @@ def _norms() -> dict[str, Callable[[], str]]:
         "silu": ((4, 256), "float16", modulated, 1, rms | silu | turned),
         "swiglu": ((4, 384), "bfloat16", "", 1, gated | blocks),
         "16 warps": ((3, 13_824), "float16", modulated, 1, layer | turned),
+    }
+    few = {"blocks": 1}
+    norms |= {
+        "few blocks": ((150, 192), "float16", "", 1, layer | few),
+        "few blocks, by token": ((6, 35, 256), "float16", modulated, 6, layer | few),
+        "few blocks, weight": ((70, 1024), "bfloat16", weighted, 1, layer | few),
+        "few blocks, rotated": ((6, 11, 768), "float16", modulated, 6, layer | turned | few),
     }
     return {
         f"norm_quant: {name}": partial(norm, shape, dtype, vectors, groups, **steps)

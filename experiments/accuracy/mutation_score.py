@@ -4,13 +4,13 @@ Varies       the fault: drawn by the seed from all mutants of the files that the
              experiments/_harness/small_calls.py compile (cupyattn/testing/mutations.py).
 Holds fixed  the calls, and the seconds for a call.
 Measures     the first call that notices a fault, by a finding, a judgement, an error, or because it
-             does not end. Calls with code of the fault's line come first, then the cheapest; calls
-             without it are run only if no code of the line has changed, or with --again.
+             does not end. Calls that run the fault's line come first, the cheapest before others,
+             then all other calls whose code it changes.
 Run          python -m experiments.accuracy.mutation_score --seed 5 --jobs 2 --update-docs
 
 No device needed. A fault that does not compile, or changes the code of no call, is put aside, and
-the next one is drawn. The record is written after each fault, and the same command goes on where
-it was stopped.
+the next one is drawn. The order of independent instructions and of symmetric operands is no change.
+The record is written after each fault, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from cupyattn.cli import output
@@ -40,9 +40,15 @@ from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import KernelCompileError
 from cupyattn.interpret import KernelFault
+from cupyattn.interpret.observer import Observer, observe
 from cupyattn.testing.mutations import KINDS, Mutant, machine_code, mutants
+from cupyattn.testing.same_values import same_values
 from experiments._harness import recording
 from experiments._harness.small_calls import small_calls
+
+if TYPE_CHECKING:
+    from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.program import Program
 
 PAGE = recording.ROOT / "docs" / "TESTING.md"
 NAME = "mutation_score"
@@ -52,8 +58,10 @@ SECONDS = 5
 #: Errors of an environment that changed under a run.
 BROKEN = ("ImportError", "ModuleNotFoundError")
 #: CPU seconds for a fault, after which no further call begins: it counts as survived. With
-#: --again there is no such limit.
-SECONDS_OF_FAULT = 25
+#: --again there is no such limit, nor the next one.
+SECONDS_OF_FAULT = 40
+#: Modules with the fault's file of which none has changed: the fault counts as the same code.
+MODULES_OF_FAULT = 50
 #: Compiles in a third of the time, with few optimisations.
 FAST = "--Ofast-compile=max"
 #: Processes that know the sources and the faults of this one.
@@ -63,26 +71,52 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 #: Why survivors survive, by file and name: [a reason, a sentence], looked at by hand one by one.
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
-EARLIER = tuple(f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth"))
+EARLIER = tuple(
+    f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth", "fifth", "sixth")
+)
 #: Survivors of the record that change a result, after rules and calls that some of them led to.
 AGAIN = f"{NAME}_again"
-#: A draw with another seed after that.
-FRESH = f"{NAME}_fresh"
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
 #: A module and the architecture that it is compiled for.
 Module = tuple[ModuleSpec, str]
+#: Lines by the name of their file, without folders: bit number n is line n.
+Lines = Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A small call: its CPU seconds, the modules that it compiles, and the files in these."""
+    """A small call: its CPU seconds, the modules that it compiles, and the lines that it runs."""
 
     name: str
     run: Callable[[], str]
     seconds: float
     modules: frozenset[Module]
+    lines: Lines
+
+    def runs(self, file: str, line: int) -> bool:
+        """Return whether an instruction of a line, or inlined into it, is executed."""
+        return bool(self.lines.get(file, 0) >> line & 1)
+
+
+class Executed(Observer):
+    """Collects the lines of all instructions that are executed."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, int] = {}
+        self._known: dict[Program, set[int]] = {}
+
+    def batch(self, machine: Machine) -> None:
+        """Add the lines of the segments that any warp has run."""
+        known = self._known.setdefault(machine.program, set())
+        for start in machine.counts.keys() - known:
+            known.add(start)
+            for _, step in machine.program.segments[start].steps:
+                if (location := step.instruction.location) is not None:
+                    for one in location.chain():
+                        name = one.file.rpartition("/")[2]
+                        self.lines[name] = self.lines.get(name, 0) | 1 << one.line
 
 
 @dataclass(frozen=True)
@@ -90,7 +124,7 @@ class Baseline:
     """The calls without a fault; of each module a hash of its code, its files and lines.
 
     `fast_code` is a hash of its code with few optimisations. `thorough`: a fault is given to all
-    calls whose code it changes.
+    calls whose code it changes, however long they take.
     """
 
     calls: tuple[Call, ...]
@@ -98,6 +132,7 @@ class Baseline:
     fast_code: Mapping[Module, str]
     files: Mapping[Module, frozenset[str]]
     lines: Mapping[Module, frozenset[tuple[str, int]]]
+    ptx: Mapping[Module, str]
     thorough: bool = False
 
 
@@ -106,23 +141,39 @@ def baseline(kept: Path | None = None, jobs: int = 1) -> Baseline:
 
     `kept` is a file in which calls of the same sources stand already, or are written.
     """
-    found: dict[str, tuple[float, frozenset[Module]]] = {}
+    found: dict[str, tuple[float, frozenset[Module], Lines]] = {}
     calls, stamp = small_calls(), _stamp()
     if kept is not None and kept.exists():
         old_stamp, old = pickle.loads(kept.read_bytes())
         found = {name: one for name, one in old.items() if old_stamp == stamp and name in calls}
     left = [name for name in calls if name not in found]
-    for name, one in zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True):
+    for number, (name, one) in enumerate(
+        zip(left, _in_turn(_unharmed, left, calls, jobs), strict=True), start=1
+    ):
         found[name] = one
-        if kept is not None:
+        if kept is not None and (number % 20 == 0 or number == len(left)):
             kept.write_bytes(pickle.dumps((stamp, found)))
-    code, fast, lines = {}, {}, {}
-    modules = list({one for _, modules in found.values() for one in modules})
-    for module, one in zip(modules, _in_turn(_compiled, modules, None, jobs), strict=True):
-        code[module], fast[module], lines[module] = one
-    files = {module: frozenset(reached(module[0])) for module in code}
+    modules = {one for _, modules, _ in found.values() for one in modules}
+    files = {module: frozenset(reached(module[0])) for module in modules}
     of_calls = tuple(Call(name, run, *found[name]) for name, run in calls.items())
-    return Baseline(of_calls, code, fast, files, lines)
+    kernels = compiler.KERNELS
+    code, lines, ptx = (OnDemand(kernels, make) for make in (code_of, lines_of, ptx_of))
+    return Baseline(of_calls, code, OnDemand(kernels, fast_code), files, lines, ptx)
+
+
+class OnDemand(dict[Module, Any]):
+    """Maps modules to facts about their code without a fault, each made when it is asked for."""
+
+    def __init__(self, kernels: Path, make: Callable[[Module], Any]) -> None:
+        super().__init__()
+        self._kernels, self._make = kernels, make
+
+    def __missing__(self, module: Module) -> Any:
+        compiler.cache_clear(disk=False)
+        with mock.patch.object(compiler, "KERNELS", self._kernels):
+            self[module] = self._make(module)
+        compiler.cache_clear(disk=False)
+        return self[module]
 
 
 def _stamp() -> str:
@@ -133,10 +184,14 @@ def _stamp() -> str:
     return hashlib.sha256(b"".join(x.read_bytes() for x in found)).hexdigest()
 
 
-def _compiled(module: Module, _: None) -> tuple[str, str, frozenset[tuple[str, int]]]:
-    """Return the hashes of a module's code, with all and few optimisations, and its lines."""
-    lines = lines_with_code(compiler.translate(*module).ptx)
-    return code_of(module), fast_code(module), lines
+def ptx_of(module: Module) -> str:
+    """Return the PTX of a module."""
+    return compiler.translate(*module).ptx
+
+
+def lines_of(module: Module) -> frozenset[tuple[str, int]]:
+    """Return the lines that a module has code of."""
+    return lines_with_code(ptx_of(module))
 
 
 def code_of(module: Module) -> str:
@@ -146,19 +201,19 @@ def code_of(module: Module) -> str:
 
 def _unharmed(
     name: str, calls: Mapping[str, Callable[[], str]]
-) -> tuple[float, frozenset[Module]]:
-    """Run a call without a fault; return its CPU seconds and the modules that it compiles."""
-    translate, seen = compiler.translate, set()
+) -> tuple[float, frozenset[Module], Lines]:
+    """Run a call without a fault; return its CPU seconds, its modules, and the lines it runs."""
+    translate, seen, executed = compiler.translate, set(), Executed()
 
     def watched(spec: ModuleSpec, arch: str, source: str | None = None) -> Any:
         seen.add((spec, arch))
         return translate(spec, arch, source)
 
     start = time.process_time()
-    with mock.patch.object(compiler, "translate", watched):
+    with mock.patch.object(compiler, "translate", watched), observe(executed):
         said = calls[name]()
     assert not said, f"{name} is wrong without a fault: {said}"
-    return time.process_time() - start, frozenset(seen)
+    return time.process_time() - start, frozenset(seen), executed.lines
 
 
 def fast_code(module: Module) -> str:
@@ -266,37 +321,33 @@ def _tried(file: str, line: int, known: Baseline) -> dict[str, Any]:
         if file not in known.files[module]:
             return False
         if module not in changed:
-            fast = known.fast_code[module]
             # Code of the line has changed, most often. Programs that are equal with few
             # optimisations are equal with all.
-            certain = not fast or (place in known.lines[module] and all(changed.values()))
-            may = certain or fast_code(module) != fast
+            may = all(changed.values()) and place in known.lines[module]
+            may = may or fast_code(module) != (known.fast_code[module] or None)
             changed[module] = may and code_of(module) != known.code[module]
         return changed[module]
 
-    def has_line(call: Call) -> bool:
-        return any(place in known.lines[module] for module in call.modules)
-
-    with_line, without = [], []
-    for call in sorted(known.calls, key=lambda call: call.seconds):
-        (with_line if has_line(call) else without).append(call)
     start, spent, ran = time.monotonic(), _cpu_seconds(), 0
-    for calls in (with_line, without):
-        for call in calls if known.thorough or not ran else ():
-            try:
-                if not any(map(is_changed, call.modules)):
-                    continue
-            except KernelCompileError:
-                return {"became": NOT_COMPILED}
-            ran += 1
-            if why := noticed(call):
-                seconds = round(time.monotonic() - start, 1)
-                by = {"by": call.name, "why": why}
-                return {"became": NOTICED, **by, "calls": ran, "took": seconds}
-            if not known.thorough and _cpu_seconds() - spent > SECONDS_OF_FAULT:
-                break
+    for call in sorted(known.calls, key=lambda call: (not call.runs(*place), call.seconds)):
+        seconds = _cpu_seconds() - spent
+        enough = seconds > SECONDS_OF_FAULT if ran else len(changed) >= MODULES_OF_FAULT
+        if enough and not known.thorough:
+            break
+        try:
+            if not any(map(is_changed, call.modules)):
+                continue
+        except KernelCompileError:
+            return {"became": NOT_COMPILED}
+        ran += 1
+        if why := noticed(call):
+            seconds = round(time.monotonic() - start, 1)
+            by = {"by": call.name, "why": why}
+            return {"became": NOTICED, **by, "calls": ran, "took": seconds}
+    differs = [module for module, its in changed.items() if its]
+    same = all(same_values(ptx_of(module), known.ptx[module]) for module in differs)
     seconds = round(time.monotonic() - start, 1)
-    return {"became": SURVIVED if ran else SAME_CODE, "calls": ran, "took": seconds}
+    return {"became": SAME_CODE if same else SURVIVED, "calls": ran, "took": seconds}
 
 
 def _cpu_seconds() -> float:
@@ -421,8 +472,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
         *recording.markdown(header, rows),
     ]
     runs = []
-    fresh = _stored(FRESH)
-    for x in (*map(recording.stored, EARLIER), record, *([fresh] if fresh else [])):
+    for x in (*map(recording.stored, EARLIER), record):
         noticed, survived = (
             sum(one["became"] == state for one in x["faults"]) for state in (NOTICED, SURVIVED)
         )
@@ -434,16 +484,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
         "",
         *recording.markdown(["seed", "revision", "files", "calls", "noticed"], runs),
     ]
-    lines += ["", *_survivors(record)]
-    if fresh:
-        lines += [
-            "",
-            f"Seed {fresh['seed']} drew other faults after that, for the calls as they are now. "
-            "Here too the share is of a first run:",
-            "",
-            *_survivors(fresh),
-        ]
-    return lines
+    return [*lines, "", *_survivors(record)]
 
 
 def _survivors(record: Mapping[str, Any]) -> list[str]:

@@ -222,7 +222,7 @@ def experiment(args: Any) -> None:
             ptx = compiler.translate(launch.one.module, launch.arch).ptx
             whole = verdict(executable, launch, ptx)
             modules = frozenset({(launch.one.module, launch.arch)})
-            call = Call(name, run, 0.0, modules)
+            call = Call(name, run, 0.0, modules, {})
             ask = whole["verdict"] == RACE_FREE
             found = [
                 _mutant(executable, file, fault, launch, call, ask)

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.interpret import Finding, KernelFault
+from cupyattn.interpret.observer import observe
 from cupyattn.testing.mutations import mutants
 from experiments._harness import recording
 from experiments.accuracy import mutation_score
 from experiments.accuracy.mutation_score import Baseline, Call
+from tests.support.interpreted import run_ptx
 
 SOURCE = """#include "part.cuh"
 extern "C" __global__ void f(float* x, int n) {
@@ -35,9 +38,12 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Baseline:
     compiler.cache_clear(disk=False)
     module = ModuleSpec("f.cu"), "sm_80"
     files = {module: frozenset(mutation_score.reached(module[0]))}
-    code, fast, lines = mutation_score._compiled(module, None)
-    call = Call("multiplies", multiplies, 0.1, frozenset({module}))
-    return Baseline((call,), {module: code}, {module: fast}, files, {module: lines})
+    code, lines = mutation_score.code_of(module), mutation_score.lines_of(module)
+    fast = mutation_score.fast_code(module)
+    ran = {"f.cu": 1 << 4, "part.cuh": 1 << 1}
+    call = Call("multiplies", multiplies, 0.1, frozenset({module}), ran)
+    ptx = {module: mutation_score.ptx_of(module)}
+    return Baseline((call,), {module: code}, {module: fast}, files, {module: lines}, ptx)
 
 
 def multiplies() -> str:
@@ -51,6 +57,10 @@ def found(file: str, after: str, known: Baseline) -> dict[str, Any]:
     text = (compiler.KERNELS / file).read_text()
     (one,) = (x for x in mutants(text) if x.after.strip() == after)
     return mutation_score.became((file, one), known)
+
+
+def compiled_fast(module: Any, _: None) -> str:
+    return mutation_score.fast_code(module)
 
 
 def own_process(*_: Any) -> str:
@@ -69,9 +79,28 @@ def test_few_optimisations_do_not_stay_with_the_process(
 
 def test_processes_that_compiled_with_few_optimisations_end(known: Baseline) -> None:
     (module,) = known.code
-    assert [x[1] for x in mutation_score._in_turn(mutation_score._compiled, [module], None, 2)] == [
-        known.fast_code[module]
-    ]
+    made = mutation_score._in_turn(compiled_fast, [module], None, 2)
+    assert list(made) == [known.fast_code[module]]
+
+
+def test_what_modules_are_without_a_fault_is_made_on_demand(known: Baseline) -> None:
+    (module,) = known.code
+    made = mutation_score.OnDemand(compiler.KERNELS, mutation_score.code_of)
+    harmed = PART.replace("3.0f", "5.0f")
+    with mutation_score.copied_sources("part.cuh", harmed):
+        assert mutation_score.code_of(module) != made[module] == known.code[module]
+        assert mutation_score.code_of(module) != known.code[module]
+
+
+def test_few_modules_say_that_the_code_is_the_same(
+    known: Baseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = "const int unused = n;"
+    assert found("f.cu", after, known)["became"] == "same code"
+    monkeypatch.setattr(mutation_score, "MODULES_OF_FAULT", 0)
+    changes = PART.strip().replace("x * 3.0f", "x")
+    assert found("part.cuh", changes, known)["became"] == "same code"
+    assert found("part.cuh", changes, replace(known, thorough=True))["became"] == "noticed"
 
 
 def test_faults_are_noticed_survive_or_are_put_aside(known: Baseline) -> None:
@@ -109,22 +138,38 @@ def test_a_fault_has_so_many_seconds(known: Baseline, monkeypatch: pytest.Monkey
     assert found("part.cuh", after, replace(slow, thorough=True))["became"] == "noticed"
 
 
-def test_calls_without_the_line_wait_for_code_that_has_not_changed(known: Baseline) -> None:
-    """A call with code of the line that says nothing is the last; with none, others are run."""
-    (module,) = known.code
-    silent = replace(known.calls[0], run=str)
-    other = ModuleSpec("f.cu", (("OTHER", 1),)), "sm_80"
-    both = replace(
-        known, calls=(silent, replace(known.calls[0], modules=frozenset({other}), seconds=9.0)),
-        code={**known.code, other: "another"}, fast_code={**known.fast_code, other: ""},
-        files={**known.files, other: known.files[module]},
-        lines={**known.lines, other: frozenset()},
-    )  # fmt: skip
+def test_calls_that_run_the_line_come_first(known: Baseline) -> None:
+    """Then come all others whose code has changed, within the seconds of a fault."""
+    slow = replace(known.calls[0], run=str, seconds=9.0)
+    other = replace(known.calls[0], name="other", lines={})
     after = PART.strip().replace("x * 3.0f", "x")
-    assert found("part.cuh", after, both)["became"] == "survived"
-    assert found("part.cuh", after, replace(both, thorough=True))["by"] == "multiplies"
-    neither = replace(both, lines=dict.fromkeys(both.lines, frozenset()))
-    assert found("part.cuh", after, neither)["by"] == "multiplies"
+    result = found("part.cuh", after, replace(known, calls=(other, slow)))
+    assert (result["by"], result["calls"]) == ("other", 2)
+    unchanged = replace(other, modules=frozenset())
+    result = found("part.cuh", after, replace(known, calls=(unchanged, slow)))
+    assert (result["became"], result["calls"]) == ("survived", 1)
+
+
+def test_lines_are_collected_where_they_run() -> None:
+    executed = mutation_score.Executed()
+    y = np.zeros(32, np.int32)
+    body = """
+      .loc 1 3 1
+      mov.u32 %r1, 1;
+      setp.eq.u32 %p1, %r1, 1;
+      @%p1 bra $done;
+      .loc 1 4 1
+      mov.u32 %r2, 2;
+      $done:
+      .loc 2 9 1
+      mov.u32 %r3, 3;
+    """
+    with observe(executed):
+        run_ptx(body, y=y)
+    assert executed.lines == {"probe.cu": 1 << 3, "inner.cuh": 1 << 9}
+    call = Call("", str, 0.0, frozenset(), executed.lines)
+    assert [call.runs("probe.cu", n) for n in (3, 4)] == [True, False]
+    assert not call.runs("other.cu", 3)
 
 
 def test_a_module_that_is_gone_is_no_fault(known: Baseline) -> None:

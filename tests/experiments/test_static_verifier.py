@@ -58,7 +58,7 @@ def test_a_launch_is_described_by_its_parameters() -> None:
 
 def test_both_are_asked_about_each_removal(fake: str) -> None:
     (launch,) = static_verifier.launches(quantised_rows)
-    call = Call("rows", quantised_rows, 0.0, frozenset())
+    call = Call("rows", quantised_rows, 0.0, frozenset(), {})
     files = reached(launch.one.module)
     found = [
         static_verifier._mutant(fake, file, fault, launch, call, ask=True)

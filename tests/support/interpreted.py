@@ -29,14 +29,18 @@ ret;
 """
 
 
-def run_ptx(body: str, *, grid: int = 1, block: int = 32, **arrays: np.ndarray) -> None:
+def run_ptx(
+    body: str, *, grid: int = 1, block: int = 32, undefined: dict[str, Any] | None = None,
+    **arrays: np.ndarray,
+) -> None:  # fmt: skip
     """Run a body whose parameters are the addresses of the arrays, named as these are.
 
-    Registers: %p %h (b16) %r (b32) %f %rd (b64). Read-only arrays are inputs.
+    Registers: %p %h (b16) %r (b32) %f %rd (b64). Read-only arrays are inputs. `undefined`: which
+    bytes no launch before this one has written, by name; bytes that this one writes are taken out.
     """
     parameters = ", ".join(f".param .u64 {name}" for name in arrays)
     ptx = ENTRY.format(parameters=parameters, body=body)
     binary = Binary("sm_80", (0, 0), ptx, b"", "", {}, 0)
     params: Any = tuple((np.dtype([(name, "u8")]), {name: name}) for name in arrays)
     launch = Launch(ModuleSpec("probe.cu"), "probe", grid, block, False, params)
-    executor.run_launch(launch, binary, arrays, set(arrays))
+    executor.run_launch(launch, binary, arrays, {} if undefined is None else undefined)
