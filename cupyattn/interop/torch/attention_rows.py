@@ -72,8 +72,7 @@ class _Rows(NamedTuple):
     @property
     def rotation(self) -> tuple[Any, ...]:
         """Equal for rows that are rotated in the same way."""
-        lengths = [str(value_of(x).shape[self.axis]) for x in self.parts if self.tables[1:]]
-        return self.interleaved, *lengths, *(_key(x) for x in self.tables)
+        return self.interleaved, *(x.key for x in self.tables)
 
     @property
     def leaves(self) -> set[Node]:
@@ -124,10 +123,6 @@ def _pair(found: Iterable[_Rows | None]) -> tuple[_Rows, _Rows] | None:
     return None if q is None or k is None else (q, k)
 
 
-def _key(tables: Tables) -> Any:
-    return tables.form if tables.form == "none" else tables.key
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -154,7 +149,10 @@ def _rotated(node: Node) -> _Rows | None:
     parts, axis = end.args
     if axis not in (rows.axis, rows.axis - len(rows.axes)):
         return None
-    turned = [rotation_of(x, rows.axis) or Rotation(x, Tables("none", (x,)), False) for x in parts]
+    turned = [
+        rotation_of(x, rows.axis) or Rotation(x, Tables("none", (x,), rows.axis), False)
+        for x in parts
+    ]
     widths = {(x.tables.channels, x.interleaved) for x in turned if x.tables.form != "none"}
     if len(widths) != 1:
         return None
@@ -252,9 +250,7 @@ def _insert_tables(graph: Graph, rows: _Rows, made: _Made) -> tuple[Node, Node]:
         head_dim = value_of(rows.parts[0]).shape[-1]
         turning = {x: insert_tables(graph, x, head_dim) for x in rows.tables if x.form != "none"}
         like, _ = next(iter(turning.values()))
-        pairs = [
-            turning.get(x) or insert_tables_of_none(graph, x, rows.axis, like) for x in rows.tables
-        ]
+        pairs = [turning.get(x) or insert_tables_of_none(graph, x, like) for x in rows.tables]
         made[key] = pairs[0]
         if len(pairs) > 1:
             cos, sin = ([pair[i] for pair in pairs] for i in (0, 1))

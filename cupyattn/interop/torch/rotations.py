@@ -39,10 +39,13 @@ class Tables(NamedTuple):
         For pairs cos and sin, (..., head_dim / 2). For columns the same, (..., head_dim). For
         complex numbers cos + i sin, (..., head_dim / 2). For matrices one node,
         (..., head_dim / 2, 2, 2). For none the rows themselves, which are not rotated.
+    axis : int
+        Of none: the rows' axis of positions.
     """
 
     form: str
     nodes: tuple[Node, ...]
+    axis: int = 0
 
     @property
     def channels(self) -> int:
@@ -51,7 +54,12 @@ class Tables(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The form, and which memory the nodes view: equal for equal tables."""
+        """The form, and which memory the nodes view, or how many rows none has.
+
+        Equal for equal tables.
+        """
+        if self.form == "none":
+            return self.form, str(value_of(self.nodes[0]).shape[self.axis])
         return self.form, *map(_memory_of, self.nodes)
 
 
@@ -122,7 +130,7 @@ def insert_tables(graph: Graph, tables: Tables, head_dim: int) -> tuple[Node, No
     return cos, sin
 
 
-def insert_tables_of_none(graph: Graph, tables: Tables, axis: int, like: Node) -> tuple[Node, Node]:
+def insert_tables_of_none(graph: Graph, tables: Tables, like: Node) -> tuple[Node, Node]:
     """Insert cos and sin that rotate nothing, of as many columns as other tables have.
 
     Parameters
@@ -130,15 +138,13 @@ def insert_tables_of_none(graph: Graph, tables: Tables, axis: int, like: Node) -
     graph : Graph
     tables : Tables
         Rows that are not rotated.
-    axis : int
-        Their axis of positions.
     like : Node
         A table of other rows.
     """
     [rows] = tables.nodes
-    length = value_of(rows).shape[axis]
+    length = value_of(rows).shape[tables.axis]
     if not isinstance(length, int):
-        length = insert(graph, _aten.sym_size.int, rows, axis)
+        length = insert(graph, _aten.sym_size.int, rows, tables.axis)
     shape = [length, value_of(like).shape[-1]]
     cos, sin = (insert(graph, _aten.new_full.default, like, shape, x) for x in (1.0, 0.0))
     return cos, sin
