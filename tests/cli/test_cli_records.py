@@ -77,9 +77,12 @@ def test_ablate_judges_every_choice(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["ablate", "rungs", "bits", *SMALL, "--json", str(file)]) == 0
     (problem,) = json.loads(file.read_text())["problems"]
     names = [row["variant"] for row in problem["rows"]]
-    assert names[-3:] == ["fa_int8", "4 bits", "4 bits, Q and K per token"] and "fa_tc" in names
-    assert all(row["ok"] and row["judgement"]["j2"] <= 1 for row in problem["rows"])
-    errors = {row["variant"]: row["error_over_default"] for row in problem["rows"]}
+    assert names[-5:-2] == ["fa_int8", "4 bits", "4 bits, Q and K per token"] and "fa_tc" in names
+    rows = problem["rows"][:-2]
+    assert all(row["ok"] and row["judgement"]["j2"] <= 1 for row in rows)
+    rotated = [row["unsupported"] for row in problem["rows"][-2:]]
+    assert all("rotate='hadamard' takes head_dim 64" in said for said in rotated)
+    errors = {row["variant"]: row["error_over_default"] for row in rows}
     assert errors["fa_int8"] == 1 and errors["fa_tc"] < 1 < errors["4 bits"]
     assert cli.main(["ablate", "nothing", *SMALL]) == 2
     assert "NAME must be one of rungs, granularity" in capsys.readouterr().err

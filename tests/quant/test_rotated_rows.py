@@ -115,7 +115,7 @@ def test_a_rotation_follows_norm_and_positions(head_dim: int, *, interleaved: bo
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
-        ("if (minus && second) x = -x;", ""),
+        pytest.param("if (minus && second) x = -x;", "", marks=pytest.mark.slow),
         pytest.param(
             "__fadd_rn(other, second ? -x : x)", "__fadd_rn(other, x)", marks=pytest.mark.slow
         ),

@@ -10,10 +10,9 @@
 //              sm90/backward_sums.cu converts to rows.
 // ORDERED      Blocks of keys add to a tile of dQ in turn, the last keys first: the same bits on
 //              every run. The first block stores its part, the last block stores rows. One warp
-//              waits for the turn, another passes it on. A block waits only for blocks that have
-//              already begun. Hence no deadlock.
-// Scores       Softcap or bias change S during dP; a bias behind a softcap is added when dP is
-//              there. Bits of a mask come with Q, lane by lane.
+//              waits for the turn, another passes it on. It waits only for blocks that have begun.
+// Scores       Softcap or bias change S during dP, a bias behind a softcap after it. Bits of masks
+//              come with Q.
 // Kept simple  A block takes one block of keys, whose first copies overlap no other block. In packed
 //              sequences the rows of the next one are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the

@@ -77,8 +77,8 @@ struct Descriptor {
     return {low + stage * (bytes >> 4), high};
   }
 };
-// The address of a tile as descriptors have it. NOTE: in a cluster, the bits from 24 on are the rank
-// of the block, and would get into the next field.
+// The address of a tile as descriptors have it.
+// NOTE: in a cluster, the bits from 24 on are the rank of the block, which no field may get.
 __device__ __forceinline__ uint32_t descriptor_start(const void* tile) {
   return (shared_address(tile) & 0x3FFFF) >> 4;
 }
