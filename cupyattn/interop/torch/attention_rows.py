@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from cupyattn.interop.torch.concatenations import concatenated, whole_of
 from cupyattn.interop.torch.graph_nodes import (
     are_alone,
     insert,
@@ -143,11 +144,8 @@ def _rotated(node: Node) -> _Rows | None:
         return rows._replace(
             parts=(found.x,), tables=(found.tables,), interleaved=found.interleaved
         )
-    if end.target is not _aten.cat.default or len(end.args) != 2:
-        return None
-    parts: Any
-    parts, axis = end.args
-    if axis not in (rows.axis, rows.axis - len(rows.axes)):
+    parts, axis = concatenated(end)
+    if not parts or axis != rows.axis:
         return None
     turned = [
         rotation_of(x, rows.axis) or Rotation(x, Tables("none", (x,), rows.axis), False)
@@ -158,23 +156,11 @@ def _rotated(node: Node) -> _Rows | None:
         return None
     [(_, interleaved)] = widths
     tables = tuple(x.tables for x in turned)
-    own = _whole([x.x for x in turned], rows.axis)
-    return rows._replace(parts=own, tables=tables, interleaved=interleaved)
-
-
-def _whole(parts: Sequence[Node], axis: int) -> tuple[Node, ...]:
-    """Return the node whose slices along an axis are the parts in their order, or the parts."""
-    sources = {x.args[0] if x.target is _aten.slice.Tensor else None for x in parts}
-    source = sources.pop()
-    if sources or not isinstance(source, Node):
-        return tuple(parts)
-    begin, strides, step = 0, lies_at(value_of(source)), value_of(source).stride(axis)
-    for part in parts:
-        like = value_of(part)
-        if not same(lies_at(like), [strides[0] + begin * step, *strides[1:]]):
-            return tuple(parts)
-        begin += like.shape[axis]
-    return (source,) if same([begin], [value_of(source).shape[axis]]) else tuple(parts)
+    own = [x.x for x in turned]
+    whole = whole_of(own, axis)
+    return rows._replace(
+        parts=tuple(own) if whole is None else (whole,), tables=tables, interleaved=interleaved
+    )
 
 
 def _normed(rows: _Rows) -> _Rows | None:

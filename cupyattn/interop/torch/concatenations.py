@@ -1,4 +1,4 @@
-"""Recognise concatenations before INT8 layers in Inductor's graphs.
+"""Recognise concatenations before INT8 layers and attention in Inductor's graphs.
 
 The pass that quantises rows reads the channels of two tensors, so that their concatenation is not
 stored. Slices that are concatenated in their order are the tensor of which they are slices.
@@ -30,7 +30,7 @@ def sides_of(node: Node) -> tuple[Node, Node] | None:
     (Node, Node) or None
         Tensors of the node's type, whose rows the pass reads without a copy.
     """
-    tensors, axis = _concatenated(node)
+    tensors, axis = concatenated(node)
     like = value_of(node)
     if len(tensors) != 2 or axis != like.dim() - 1:
         return None
@@ -49,7 +49,7 @@ def join_slices(layers: Iterable[Node]) -> None:
     for layer in layers:
         _read_whole(layer, layer.args[0])
         x = layer.args[0]
-        for side in _concatenated(x)[0]:
+        for side in concatenated(x)[0]:
             _read_whole(x, side)
 
 
@@ -61,22 +61,29 @@ def _read_whole(reader: Node, node: Node) -> None:
 
 def _joined(node: Node) -> Node | None:
     """Return the tensor of which a node joins all slices, if both have the same strides."""
-    slices, axis = _concatenated(node)
+    source = whole_of(*concatenated(node))
+    if source is None:
+        return None
+    whole, like = value_of(source), value_of(node)
+    return source if same((*whole.shape, *whole.stride()), (*like.shape, *like.stride())) else None
+
+
+def whole_of(slices: Sequence[Node], axis: int) -> Node | None:
+    """Return the node whose slices along an axis are these, in their order, or None."""
     sources = {one.args[0] if one.target is _aten.slice.Tensor else one for one in slices}
     if len(sources) != 1:
         return None
     (source,) = sources
-    whole, place = value_of(source), value_of(source).storage_offset()
-    if not same((*whole.shape, *whole.stride()), (*value_of(node).shape, *value_of(node).stride())):
-        return None
+    whole, place, length = value_of(source), value_of(source).storage_offset(), 0
     for one in map(value_of, slices):
         if not same((one.storage_offset(), *one.stride()), (place, *whole.stride())):
             return None
-        place += one.shape[axis] * whole.stride(axis)
-    return source
+        place, length = place + one.shape[axis] * whole.stride(axis), length + one.shape[axis]
+    alike = same((*one.shape[:axis], length, *one.shape[axis + 1 :]), whole.shape)
+    return source if alike else None
 
 
-def _concatenated(node: Node) -> tuple[Sequence[Node], int]:
+def concatenated(node: Node) -> tuple[Sequence[Node], int]:
     """Return the tensors that a node concatenates, none if it does not, and their axis."""
     if node.target is not _aten.cat.default or node.kwargs:
         return (), 0

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from cupyattn.interop.torch.concatenations import concatenated
 from cupyattn.interop.torch.graph_nodes import CONVERT, insert, same, unconverted, value_of
 
 _aten = torch.ops.aten
@@ -277,14 +278,11 @@ def _scattered(node: Node) -> tuple[Node, Node] | None:
 
 def _concatenated(node: Node, width: int) -> tuple[Node, Node] | None:
     """Return the two parts, so wide, of which a concatenation along the last axis consists."""
-    if node.target is not _aten.cat.default or len(node.args) != 2:
-        return None
-    parts: Any = node.args[0]
-    last = node.args[1] in (-1, value_of(node).dim() - 1)
-    if not last or len(parts) != 2 or any(value_of(x).shape[-1] != width for x in parts):
+    parts, axis = concatenated(node)
+    if len(parts) != 2 or axis != value_of(node).dim() - 1:
         return None
     first, second = parts
-    return first, second
+    return (first, second) if all(same(value_of(x).shape[-1:], [width]) for x in parts) else None
 
 
 def _copied(node: Node) -> Node:
