@@ -13,7 +13,7 @@
 //              waits for the turn, another passes it on. It waits only for blocks that have begun.
 // Scores       Softcap or bias change S during dP, a bias behind a softcap after it. Bits of masks
 //              come with Q.
-// Kept simple  A block takes one block of keys, whose first copies overlap no other block. In packed
+// Kept simple  A block takes one block of keys, whose first copies overlap no other. In packed
 //              sequences the rows of the next one are copied, too, and become zeros.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
