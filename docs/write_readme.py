@@ -40,10 +40,6 @@ def _device(record: Mapping[str, Any]) -> str:
     return str(record["environment"]["device"]["name"])
 
 
-def _link(name: str, up: str = "") -> str:
-    return f"[{name}.json]({up}experiments/results/{name}.json)"
-
-
 def lower(ratio: float) -> str:
     """Return the end of a range with three digits, none of them rounded up.
 
@@ -67,7 +63,7 @@ def speed(peers: Mapping[str, Any]) -> str:
         f"{lower(max(ratios))} times as fast\nas the faster of {' and '.join(rivals)}. "
         f"The median of {len(ratios)} shapes is {median(ratios):.2f}:\nlengths {lengths[0]:,} to "
         f"{lengths[-1]:,}, head_dim {sizes[0]} to {sizes[-1]}, causal and not "
-        f"({_link('peers')})."
+        f"({recording.link('peers', '')})."
     )
 
 
@@ -101,7 +97,7 @@ def pipelines(record: Mapping[str, Any]) -> str:
     header = ["model", "tokens", "bfloat16", "cupyattn", "times as fast", "FP8 layers"]
     return "\n".join([
         f"One pass of a whole compiled model with random weights, on an {_device(record)} "
-        f"({_link(whole_models.NAME)}).",
+        f"({recording.link(whole_models.NAME, '')}).",
         '`accelerate(pipe, "balanced")` takes the same settings. Intervals are of 95 %; '
         "*undecided* means that one includes 1. FP8 is torch's product by row, with torch's "
         "attention.", "",
@@ -138,7 +134,7 @@ def whole(record: Mapping[str, Any]) -> str:
     return "\n".join([
         "Times as fast as the same model in bfloat16, at its own depth, with "
         "random weights and compiled blocks.",
-        f"Measured on an {_device(record)} ({_link(whole_models.NAME, '../')}), with 95 % "
+        f"Measured on an {_device(record)} ({recording.link(whole_models.NAME)}), with 95 % "
         "intervals: *undecided* where one has 1.",
         "FP8 is torch's product by row. INT8 has a scale for each row and column: *full* attends "
         "in 16 bits, the others in the INT8 of their accuracy class.", "",
@@ -210,7 +206,7 @@ def int8(
     return "\n".join([
         *when_int8_pays(blocks), "",
         f"Times as fast as a model with one block of each kind, all under `torch.compile`, on an "
-        f"{_device(blocks)} ({_link('diffusers_blocks', '../')}).",
+        f"{_device(blocks)} ({recording.link('diffusers_blocks')}).",
         "Only Flux attends to tokens and prompt jointly. *error* is the relative L2 error of the "
         "output against float32;",
         "`rel. error` of [the ladder](LADDER.md) is that of attention alone.", "",
@@ -223,8 +219,8 @@ def int8(
         '"balanced" quantises (scales of K for each block of keys), it is '
         f"{plain['fa_int8']['speed_of_fa_tc'][0]:.2f} at head_dim "
         f"{other['problem']['head_dim']}.",
-        f"Measured on an {_device(ladder)} ({_link('ladder', '../')}, "
-        f"{_link('scores_h100', '../')}).",
+        f"Measured on an {_device(ladder)} ({recording.link('ladder')}, "
+        f"{recording.link('scores_h100')}).",
     ])  # fmt: skip
 
 

@@ -40,11 +40,20 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return result
 
 
+def add_stored_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that reads the committed record."""
+    parser.add_argument("--stored", action="store_true", help="measure nothing: from the record")
+
+
+def link(name: str, up: str = "../") -> str:
+    """Return a link to a committed record; `up` leads from the page to the repository."""
+    return f"[{name}.json]({up}experiments/results/{name}.json)"
+
+
 def add_page_arguments(parser: argparse.ArgumentParser, *, merge: bool = False) -> None:
     """Add what makes a part of a page from a record, or with `merge` from several."""
-    stored, update = "measure nothing: from the record", "rewrite its part of the page"
-    parser.add_argument("--stored", action="store_true", help=stored)
-    parser.add_argument("--update-docs", action="store_true", help=update)
+    add_stored_argument(parser)
+    parser.add_argument("--update-docs", action="store_true", help="rewrite its part of the page")
     if merge:
         parser.add_argument(
             "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"

@@ -90,10 +90,9 @@ def measured(family: Family, how: str | bool, args: argparse.Namespace) -> dict[
 def section(record: Mapping[str, Any]) -> str:
     """Return what docs/PIPELINES.md says was measured."""
     where = record["environment"]["device"] or {}
-    link = f"[{NAME}.json](../experiments/results/{NAME}.json)"
     return "\n".join([
         f"What `compare` said of three blocks of each kind on an {where.get('name', 'no device')}, "
-        f"as multiples of compiled native with 95 % intervals ({link}):",
+        f"as multiples of compiled native with 95 % intervals ({recording.link(NAME)}):",
         "",
         *recording.markdown(
             ["model", "compiled", "native step", *WAYS.values(), "weights"],

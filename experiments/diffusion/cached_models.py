@@ -141,10 +141,10 @@ def measured(family: Family, args: argparse.Namespace) -> dict[str, Any]:
 def section(record: Mapping[str, Any]) -> str:
     """Return what docs/PIPELINES.md says about a step cache and INT8 together."""
     where = record["environment"]["device"] or {}
-    link = f"[{NAME}.json](../experiments/results/{NAME}.json)"
     return "\n".join([
         f"Measured on an {where.get('name', 'no device')} in whole models with random weights. The "
-        f"speeds are multiples of compiled native without a cache, with 95 % intervals ({link}):",
+        f"speeds are multiples of compiled native without a cache, with 95 % intervals "
+        f"({recording.link(NAME)}):",
         "",
         *recording.markdown(
             ["model", "passes left out", "native step", "first-block cache", "cache and INT8"],

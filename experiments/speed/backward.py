@@ -282,10 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--plot", metavar="FOLDER", type=Path, help="draw backward_hdN.svg for every head_dim"
     )
-    parser.add_argument(
-        "--stored", action="store_true",
-        help="measure nothing: use experiments/results/backward.json",
-    )  # fmt: skip
+    recording.add_stored_argument(parser)
     args = parser.parse_args(argv)
     return recording.guarded(again, args) if args.stored else recording.main(run, args)
 

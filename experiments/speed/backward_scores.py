@@ -189,10 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--features", nargs="+", default=list(FEATURES), choices=FEATURES, metavar="FEATURE"
     )
     parser.add_argument("--alone", action="store_true", help="run no other library")
-    parser.add_argument(
-        "--stored", action="store_true",
-        help="measure nothing: use experiments/results/backward_scores.json",
-    )  # fmt: skip
+    recording.add_stored_argument(parser)
     args = parser.parse_args(argv)
     return recording.guarded(again, args) if args.stored else recording.main(run, args)
 

@@ -89,7 +89,7 @@ def section(record: Mapping[str, Any]) -> str:
     return "\n".join([
         f"CPU seconds of one head of {record['length']} rows and keys, head_dim 64, medians of "
         f"{record['processes']} processes "
-        f"([{NAME}.json](../experiments/results/{NAME}.json)):",
+        f"({recording.link(NAME)}):",
         "",
         *recording.markdown(HEADER, [cells(row) for row in record["rows"]]),
     ])  # fmt: skip

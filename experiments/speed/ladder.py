@@ -213,9 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="rewrite the table of docs/LADDER.md; alone, from experiments/results/ladder.json",
     )
-    parser.add_argument(
-        "--stored", action="store_true", help="measure nothing: use experiments/results/ladder.json"
-    )
+    recording.add_stored_argument(parser)
     parser.add_argument(
         "--merge", type=Path, nargs="+", default=[], metavar="FILE",
         help="with --stored: records of what that one lacks, put into it first",

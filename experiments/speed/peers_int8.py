@@ -204,9 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--accuracy", action="store_true", help="errors over distributions, one batch of 8 heads"
     )
-    parser.add_argument(
-        "--stored", action="store_true", help="measure nothing: use the committed record"
-    )
+    recording.add_stored_argument(parser)
     parser.add_argument(
         "--merge", type=Path, nargs="+", default=[], metavar="FILE",
         help="with --stored: records of what that one lacks, put into it first",
