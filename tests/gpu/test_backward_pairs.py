@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("mask", ["causal", "none"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_are_within_their_bound(dtype: str, mask: str) -> None:
-    options_of("sm90_atomic")  # skips where there is none
+    options_of("sm90_atomic")  # skips devices without the form
     program = sys.executable, "-m", "tests.gpu.pairs", dtype, mask
     result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]

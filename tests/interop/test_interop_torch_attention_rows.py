@@ -1,8 +1,8 @@
 """Norms and rotary embeddings of Q and K that become part of attention in Inductor's graphs.
 
 Graphs run as Inductor's passes leave them, as in `test_interop_torch_epilogues`. Attention then has
-the raw rows, weights and tables, so results are to the bit those of `attention` with `qk_norm` and
-`rope`. Its error is compared with that of the model's own operations, in float64.
+the raw rows, weights and tables, so results have the bits of `attention` with `qk_norm` and `rope`.
+Its error is compared with that of the model's own operations, in float64.
 """
 
 from __future__ import annotations
