@@ -195,8 +195,9 @@ def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (block,) = (x for x in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "from_torch" in x)
     (tmp_path / "torch_attend.py").write_text(block)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    said = torchrun(2, "torch_attend")
-    assert sorted(said.split("\n")[:2]) == [f"{n} (1, 8, 256, 64) (1, 8, 256, 64)" for n in (0, 1)]
+    said = torchrun(2, "torch_attend")  # whose ranks may write their lines into one
+    for rank in (0, 1):
+        assert said.count(f"{rank} (1, 8, 256, 64) (1, 8, 256, 64)") == 1
 
 
 @pytest.mark.slow
@@ -208,8 +209,9 @@ def test_torchrun_starts_groups_without_torch(
     (block,) = (x for x in blocks if "from_environment" in x)
     (tmp_path / "attend.py").write_text(block)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    said = torchrun(2, "attend")
-    assert sorted(said.splitlines()) == [f"{n} 2 (1, 8, 2048, 64)" for n in (0, 1)]
+    said = torchrun(2, "attend")  # whose ranks may write their lines into one
+    for rank in (0, 1):
+        assert said.count(f"{rank} 2 (1, 8, 2048, 64)") == 1
 
 
 @pytest.mark.slow
