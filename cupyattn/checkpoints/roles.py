@@ -26,7 +26,10 @@ _PATTERNS = (
     (
         "modulation",
         re.compile(
-            _WORD.format(r"ada_?ln\w*|adaln_single|\w*modulation|(?:img|txt)_mod|scale_shift_table")
+            _WORD.format(
+                r"ada_?ln\w*|adaln_single|\w*modulation|(?:img|txt)_mod|scale_shift_table|"
+                r"av_cross_attn_\w+"  # of LTX-2
+            )
             + r"|(?:^|\.)norm\w*\.linear(?:\.|$)|(?:^|\.)mod(?:\.|$)",
             re.IGNORECASE,
         ),
@@ -42,7 +45,9 @@ _PATTERNS = (
     ),
 )
 #: The last layers, where they stand outside of every numbered block.
-_FINAL = re.compile(r"(?:^|\.)(?:proj_out|final_layer|out_layer|norm_out|conv_out|lm_head|head)\.")
+_FINAL = re.compile(
+    r"(?:^|\.)(?:(?:audio_)?proj_out|final_layer|out_layer|norm_out|conv_out|lm_head|head)\."
+)
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _FEED_FORWARD = re.compile(

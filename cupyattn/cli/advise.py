@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL_OR_CONFIG", type=Path)
     parser.add_argument("--tokens", type=int, required=True, metavar="N",
                         help="patches of the picture or video: 4096 for 1024 x 1024, 32760 for "
-                             "81 frames of 832 x 480 in Wan 2.1")  # fmt: skip
+                             "81 frames of 832 x 480 in Wan 2.1; audio is left out")  # fmt: skip
     parser.add_argument("--prompt", type=int, default=512, metavar="N",
                         help="tokens of the prompt (512)")  # fmt: skip
     devices = tuple(advice.stored_rates())
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     known = whole_gains.nearest(str(config.get("_class_name", "")), work.width)
     output.say(describes(work))
     found: dict[str, Any] = {"tokens": args.tokens, "prompt": args.prompt, "device": args.device}
+    found["left_out"] = dict(zip(("layers", "modules"), work.left_out, strict=True))
     table = []
     for accuracy in ("full", "balanced", "aggressive"):
         said = advice.advise(work, args.tokens, accuracy, args.device)

@@ -26,6 +26,13 @@ MASKED = ("HunyuanVideoTransformer3DModel",)
 #: Head sizes and numbers of keys whose rates are known; others are taken for the nearest.
 HEAD_DIMS, KEYS = (64, 128), (1024, 4096, 16_384)
 _OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|refiner_blocks")
+#: Layers of the audio of LTX-2 and Kandinsky 6, whose tokens are not those of the video.
+_AUDIO = re.compile(r"(^|[._])audio_")
+#: Attention between video and audio, with queries of the one and keys of the other.
+_BETWEEN = re.compile(
+    r"(?P<video_asks>audio_to_video_attn|va_cross_attention)|video_to_audio_attn|av_cross_attention"
+)
+_KEYS_VALUES = re.compile(r"\.to_(k|v|key|value)\.")
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Work:
         Channels that most of the layers take.
     layers, modules : int
         Linear layers and attention modules.
+    left_out : tuple of int
+        Linear layers and attention modules of audio, whose number of tokens is unknown.
     """
 
     linear: float
@@ -55,6 +64,7 @@ class Work:
     width: int
     layers: int
     modules: int
+    left_out: tuple[int, int] = (0, 0)
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int:
@@ -127,12 +137,15 @@ def work_of(
             "attention are predicted, measure with handle.compare(...)"
         )
     linear = traffic = copies = 0.0
-    layers = modules = 0
+    layers = modules = audio_layers = audio_modules = 0
     widths: dict[int, int] = defaultdict(int)
     for name, shape in shapes.items():
         if role_of(name, shape) not in LAYER_ROLES or len(shape) != 2 or "." not in name:
             continue
         rows = _rows(name, tokens, prompt)
+        if rows is None:
+            audio_layers += 1
+            continue
         out, into = shape
         linear += 2.0 * rows * out * into
         traffic += float(rows) * (out + into)
@@ -143,7 +156,11 @@ def work_of(
         found = _QUERIES.match(name)
         if found is None:
             continue
-        queries, keys = _lengths(found["module"], shapes, tokens, prompt)
+        lengths = _lengths(found["module"], shapes, tokens, prompt)
+        if lengths is None:
+            audio_modules += 1
+            continue
+        queries, keys = lengths
         channels = shape[1] if found["fused"] else shape[0]
         attention[kind_of_attention(head_dim, keys, cls)] += 4.0 * queries * keys * channels
         copies += 2.0 * (queries + keys) * channels
@@ -151,30 +168,41 @@ def work_of(
     if not modules:
         raise ValueError("no layer is named to_q or to_query, as in the transformers of diffusers")
     width = max(widths, key=lambda one: (widths[one], one), default=0)
-    return Work(linear, traffic, dict(attention), copies, width, layers, modules)
+    return Work(
+        linear, traffic, dict(attention), copies, width, layers, modules,
+        (audio_layers, audio_modules),
+    )  # fmt: skip
 
 
-def _rows(name: str, tokens: int, prompt: int) -> int:
+def _rows(name: str, tokens: int, prompt: int) -> int | None:
+    """Return the rows that a layer takes, or None for rows of audio."""
+    if between := _BETWEEN.search(name):
+        of_queries = not _KEYS_VALUES.search(name)
+        return tokens if of_queries == bool(between["video_asks"]) else None
     if _PROMPT.search(name):
         return prompt
+    if _AUDIO.search(name):
+        return None
     return tokens + prompt if _JOINT.search(name) else tokens
 
 
 def _lengths(
     module: str, shapes: Mapping[str, Any], tokens: int, prompt: int
-) -> tuple[int, int]:
-    """Return the numbers of queries and keys of an attention module."""
-    if _CROSS.search(module):
-        return tokens, prompt
+) -> tuple[int, int] | None:
+    """Return the numbers of queries and keys of an attention module; None if one is of audio."""
     if _OF_PROMPT.search(module):
         return prompt, prompt
+    if _BETWEEN.search(module) or _AUDIO.search(module):
+        return None
+    if _CROSS.search(module):
+        return tokens, prompt
     joint = bool(_JOINT.search(module)) or f"{module}.add_k_proj.weight" in shapes
     both = tokens + prompt if joint else tokens
     return both, both
 
 
 def describes(work: Work) -> str:
-    """Describe the operations of a pass in a line.
+    """Describe the operations of a pass in a line, and what is left out in another.
 
     Examples
     --------
@@ -183,8 +211,14 @@ def describes(work: Work) -> str:
     """
     flops = math.fsum(work.attention.values())
     kinds = dict.fromkeys(kind.rpartition(", ")[0] for kind in work.attention)
+    audio = [
+        counted(count, name)
+        for count, name in zip(work.left_out, ("linear layer", "attention module"), strict=True)
+        if count
+    ]
+    left_out = f"\nLeft out: {' and '.join(audio)} of audio, whose tokens are not the video's"
     return (
         f"{counted(work.layers, 'linear layer')} with {work.linear / 1e12:.3g} TFLOP, "
         f"{counted(work.modules, 'attention module')} with {flops / 1e12:.3g} TFLOP "
-        f"({', '.join(kinds)}), width {work.width:,}"
+        f"({', '.join(kinds)}), width {work.width:,}{left_out if audio else ''}"
     )

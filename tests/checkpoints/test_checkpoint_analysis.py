@@ -52,6 +52,8 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
             "single_transformer_blocks.0.norm.linear.weight", "norm_out.linear.weight",
             "adaln_single.linear.weight", "scale_shift_table", "blocks.0.scale_shift_table",
             "double_blocks.0.img_mod.lin.weight", "final_layer.adaLN_modulation.1.weight",
+            "av_cross_attn_video_scale_shift.linear.weight",
+            "av_cross_attn_audio_v2a_gate.linear.weight",
         ]),
         ("time", [
             "time_embeddings.in_layer.weight", "condition_embedder.time_proj.weight",
@@ -66,7 +68,10 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
             "context_embedder.weight", "pos_embed.proj.weight",
             "caption_projection.linear_1.weight", "txt_in.weight", "shared.weight",
         ]),
-        ("final", ["proj_out.weight", "out_layer.out_layer.weight", "final_layer.linear.weight"]),
+        ("final", [
+            "proj_out.weight", "audio_proj_out.weight", "out_layer.out_layer.weight",
+            "final_layer.linear.weight",
+        ]),
         ("adapter", [
             "transformer_blocks.0.attn.to_q.lora_A.weight", "ffn.net.2.lora_B.default.weight",
             "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight", "attn.to_k_lora.up.weight",

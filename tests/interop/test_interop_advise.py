@@ -15,7 +15,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from cupyattn import cli  # noqa: E402
 from cupyattn.diffusion import advice  # noqa: E402
-from cupyattn.diffusion.work import MASKED, kind_of_attention, work_of  # noqa: E402
+from cupyattn.diffusion.work import MASKED, Work, kind_of_attention, work_of  # noqa: E402
 from experiments._harness import recording  # noqa: E402
 from experiments._harness.whole_families import FAMILIES  # noqa: E402
 from experiments.tuning import advice_rates  # noqa: E402
@@ -206,6 +206,44 @@ def test_attention_of_layers_that_make_more_than_queries_counts(
     flops = 2 * 4 * (4096 + 512) ** 2 * 8 * 128
     assert f"2 attention modules with {flops / 1e12:.3g} TFLOP" in out
     assert "No such model was measured whole" in out
+
+
+def work_of_one_block(cls: str, **config: Any) -> Work:
+    with torch.device("meta"):
+        model = getattr(diffusers, cls)(**config)
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    return work_of(shapes, {**model.config, "_class_name": cls}, 6144, 512)
+
+
+def test_audio_is_left_out_since_its_tokens_are_unknown() -> None:
+    """Attention between video and audio has layers of both."""
+    said = work_of_one_block("LTX2VideoTransformer3DModel", num_layers=1)
+    video, audio, tokens, prompt = 4096, 2048, 6144, 512
+    own = 4 * video * video + 2 * video * 4 * video  # attn1 and ff
+    crossing = 2 * video * video + 2 * video * audio + 2 * video * audio
+    keys = 2 * prompt * (video * video + audio * audio)  # of both prompts
+    assert said.linear == 2 * (tokens * (128 * video + own + crossing) + keys)
+    assert said.attention == {
+        "head_dim 128, 4,096 keys": 4 * tokens * tokens * video,
+        "head_dim 128, 1,024 keys": 4 * tokens * prompt * video,
+    }
+    assert (said.layers, said.modules, said.left_out) == (17, 2, (13, 4))
+    said = work_of_one_block("Kandinsky6Transformer3DModel", num_visual_blocks=1, num_text_blocks=1)
+    assert (said.layers, said.modules, said.left_out) == (28, 4, (12, 4))
+
+
+def test_the_command_says_that_audio_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"_class_name": "LTX2VideoTransformer3DModel", "num_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record = tmp_path / "advice.json"
+    assert cli.main(["advise", str(tmp_path), "--tokens", "6144", "--json", str(record)]) == 0
+    assert (
+        "Left out: 13 linear layers and 4 attention modules of audio, whose tokens are not the "
+        "video's"
+    ) in capsys.readouterr().out
+    assert json.loads(record.read_text())["left_out"] == {"layers": 13, "modules": 4}
 
 
 def test_what_is_no_diffusion_transformer_is_said(
