@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from cupyattn.cli import flags, output
@@ -55,14 +56,18 @@ def run(args: argparse.Namespace) -> int:
         found = handle.compare(
             rounds=args.rounds, record=record, page=page, seed=args.seed, log=_progress, **call
         )
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        is_of_call, below = _below_the_call(error)
+        if not (is_of_call or isinstance(error, KeyboardInterrupt)):
+            raise
         if record.exists():
             _progress(f"{record} has the runs so far: the same command continues after them")
-        raise
-    except RuntimeError as error:  # of the pipeline; CUPYATTN_DEBUG=1 shows where
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        _say_traceback(error, below, args.function.rpartition(":")[0])
         is_memory = "out of memory" in str(error)
         raise ValueError(
-            f"the call of {name}() failed: {type(error).__name__}: {error}"
+            f"the call of {name}() failed: {_named(error)}"
             + ": native weights and codes must fit on the device together" * is_memory
         ) from error
     finally:
@@ -98,8 +103,8 @@ def given(text: str) -> tuple[str, Any, dict[str, Any]]:
     Raises
     ------
     ValueError
-        If it has another form, if the file has no such function, or if that returns something else;
-        also for any exception in the file, with the line.
+        If it has another form, if the file has no such function, or if that needs arguments or
+        returns something else; also for any exception in the file, whose traceback is printed.
     OSError
         If the file cannot be read.
     """
@@ -111,7 +116,17 @@ def given(text: str) -> tuple[str, Any, dict[str, Any]]:
     module = _loaded(Path(file))
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{file} has no function {name!r}")
+        own = [
+            n for n, x in vars(module).items()
+            if inspect.isfunction(x) and x.__module__ == module.__name__
+        ]  # fmt: skip
+        has = f": it has {', '.join(own)}" if own else ""
+        raise ValueError(f"{file} has no function {name!r}{has}")
+    if needed := _needed(function):
+        raise ValueError(
+            f"{name} of {file} must be a function without arguments, and needs {needed}: write "
+            f"one that calls {name}(...) with them"
+        )
     made = _called(function, file)
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
         raise ValueError(
@@ -139,17 +154,77 @@ def _loaded(file: Path) -> Any:
     return module
 
 
+def _needed(function: Callable[..., Any]) -> str:
+    """Return the arguments without a default that a function takes, in words."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a function in C
+        return ""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(
+        p.name for p in parameters if p.default is p.empty and p.kind not in optional
+    )
+
+
 def _called(function: Callable[[], Any], file: str) -> Any:
     """Call a function of a file; its exceptions become a ValueError with the line."""
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        found = _within(error.__traceback__, file)
+        _say_traceback(error, None, file)
         lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).resolve() == Path(file).resolve()
+            frame.lineno for frame in traceback.extract_tb(found)
+            if _is_file(frame.filename, file)
         ]  # fmt: skip
         where = f"{file}, line {lines[-1]}" if lines else file
-        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{where}: {_named(error)}") from error
+
+
+# ---- the caller's errors -------------------------------------------------------------------------
+
+
+def _named(error: BaseException) -> str:
+    """Return the class of an exception and the first line of its message."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _say_traceback(error: BaseException, below: TracebackType | None, file: str) -> None:
+    """Print an exception without the frames of this command.
+
+    Parameters
+    ----------
+    error : BaseException
+    below : traceback or None
+        Frames to print if none of them is in the file.
+    file : str
+        The caller's file, from whose first frame on all frames are printed.
+    """
+    shown = _within(error.__traceback__ if below is None else below, file) or below
+    text = traceback.TracebackException(type(error), error, shown).format()
+    output.say("".join(text).rstrip(), flush=True, error=True)
+
+
+def _within(found: TracebackType | None, file: str) -> TracebackType | None:
+    """Return a traceback from its first frame in a file on; None if no frame is there."""
+    while found is not None and not _is_file(found.tb_frame.f_code.co_filename, file):
+        found = found.tb_next
+    return found
+
+
+def _is_file(given: str, file: str) -> bool:
+    return Path(given).resolve() == Path(file).resolve()
+
+
+def _below_the_call(error: BaseException) -> tuple[bool, TracebackType | None]:
+    """Return whether the call of the pipeline raised an exception, and the frames below it."""
+    from cupyattn.interop.torch.comparing import called
+
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code is not called.__code__:
+        found = found.tb_next
+    return found is not None, None if found is None else found.tb_next
 
 
 def accelerate_of(target: Any) -> Any:

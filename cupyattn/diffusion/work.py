@@ -26,7 +26,7 @@ MASKED = ("HunyuanVideoTransformer3DModel",)
 #: Head sizes and numbers of keys whose rates are known; others are taken for the nearest.
 HEAD_DIMS, KEYS = (64, 128), (1024, 4096, 16_384)
 _OF_PROMPT = re.compile(r"context_refiner|text_transformer_blocks|token_refiner|refiner_blocks")
-#: Layers of the audio of LTX-2 and Kandinsky 6, whose tokens are not those of the video.
+#: Layers of the audio in LTX-2 and Kandinsky 6, which has another number of tokens than the video.
 _AUDIO = re.compile(r"(^|[._])audio_")
 #: Attention between video and audio, with queries of the one and keys of the other.
 _BETWEEN = re.compile(
@@ -202,7 +202,7 @@ def _lengths(
 
 
 def describes(work: Work) -> str:
-    """Describe the operations of a pass in a line, and what is left out in another.
+    """Describe the operations of a pass in a line, and parts that are left out in another.
 
     Examples
     --------

@@ -19,6 +19,7 @@ from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffus
 from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop import torch as interop_torch  # noqa: E402
 from cupyattn.interop.torch import accelerated_parts, forwards  # noqa: E402
+from cupyattn.interop.torch.compiling import restore_compiled  # noqa: E402
 from cupyattn.measure import whole_gains  # noqa: E402
 from tests.interop import diffusers_cases as cases  # noqa: E402
 
@@ -398,6 +399,98 @@ def test_two_handles_of_one_model_leave_nothing_compiled(by_handles: bool, how: 
             restore(model)
         assert not compiled(model)
         assert (vars(model).get("forward"), model._compiled_call_impl) == code
+
+
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+def test_code_that_two_handles_share_stays_for_the_second(how: str) -> None:
+    model = transformer(num_layers=2)
+    native = run(model)
+    first = interop.accelerate(model, include="attn", compile=how, log=None)
+    second = interop.accelerate(model, include="ff", log=None)
+    first.restore()
+    first.restore()
+    assert first.report().lines[0].endswith("; restored since")
+    lines = second.report().lines
+    assert lines[0].endswith("2 JointTransformerBlock compiled with fullgraph=True")
+    assert "a scale for each block" in lines[1] and compiled(model) == [*model.transformer_blocks]
+    assert "forward" not in vars(model)  # only the first asked for graphs
+    with torch.compiler.set_stance("force_eager"):
+        both = run(model)
+    second.restore()
+    assert second.report().lines[0].endswith("; restored since")
+    assert not compiled(model) and torch.equal(run(model), native)
+    with interop.accelerate(model, include="ff", **EAGER):
+        assert torch.equal(run(model), both)
+
+
+@pytest.mark.parametrize("how", ["blocks", "graphs"])
+def test_all_handles_say_that_a_model_is_native_again(how: str) -> None:
+    model = transformer(num_layers=2)
+    handles = [
+        interop.accelerate(model, include=part, compile=how, log=None)
+        for part in ("0.attn$", "1.attn$", "ff")
+    ]
+    restore(model)
+    assert not compiled(model) and "forward" not in vars(model)
+    for handle in handles:
+        assert handle.report().lines[0].endswith("; restored since")
+
+
+def test_a_handle_of_what_is_replaced_again_is_restored() -> None:
+    model = transformer()
+    first = interop.accelerate(model, **EAGER)
+    second = interop.accelerate(model, "balanced", again=True, **EAGER)
+    assert first.report().lines[0].endswith("; restored since")
+    with pytest.raises(RuntimeError, match="or belongs to a later handle since again=True, so"):
+        first.compare()
+    first.restore()
+    lines = second.report().lines
+    assert lines[0].endswith("'balanced', not compiled") and "for each block" in lines[1]
+
+
+def test_a_report_says_which_parts_are_native_since() -> None:
+    """As after an error in the middle of a restore, or a call by the caller."""
+    model = transformer()
+    handle = interop.accelerate(model, log=None)
+    interop.replace_attention_with_int8(model, again=True, policy="balanced").restore()
+    lines = handle.report().lines
+    assert lines[0].endswith("fullgraph=True") and lines[1].endswith("memory for weights")
+    assert lines[2] == "attention: 1 module by cupyattn, in 16 bits; native since"
+    restore_compiled(model)
+    assert handle.report().lines[0].endswith("fullgraph=True; not compiled any more")
+    handle.restore()
+    assert handle.report().lines[0].endswith("fullgraph=True; restored since")
+    assert handle.report().lines[2].endswith("in 16 bits")
+
+
+def test_parts_of_another_handle_are_not_compared() -> None:
+    model = transformer()
+    first = interop.accelerate(model, include="attn", **EAGER)
+    second = interop.accelerate(model, include="ff", **EAGER)
+    for handle, said in ((first, "2 linear layers INT8 and replaced 0"), (second, "7 linear l")):
+        with pytest.raises(ValueError, match=f"another handle made {said}"):
+            handle.compare()
+    first.restore()
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        second.compare()  # which calls the model
+
+
+def test_an_error_in_the_middle_of_compiling_leaves_no_compiled_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = transformer(num_layers=2)
+    own, calls = torch.compile, []
+
+    def fails(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return own(*args, **options)
+
+    monkeypatch.setattr(torch, "compile", fails)
+    with pytest.raises(KeyboardInterrupt):
+        interop.accelerate(model, log=None)
+    assert not compiled(model)
 
 
 @pytest.mark.parametrize("how", ["blocks", "graphs"])

@@ -195,7 +195,7 @@ def test_after_restore_it_says_so_and_saves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "int8").exists()
     for one in (handle, again, attention):
         assert one.report().lines[0].endswith("; restored since")
-        with pytest.raises(RuntimeError, match=r"native since restore\(\), so that there is"):
+        with pytest.raises(RuntimeError, match=r"native since restore\(\), or belongs to"):
             one.compare(prompt="")
 
 

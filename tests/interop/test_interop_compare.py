@@ -19,7 +19,7 @@ from cupyattn import cli  # noqa: E402
 from cupyattn.cli import output  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
 from cupyattn.interop.diffusers.replace import attention_modules, models_of  # noqa: E402
-from cupyattn.interop.torch import comparing  # noqa: E402
+from cupyattn.interop.torch import Int8Linear, comparing  # noqa: E402
 from cupyattn.interop.torch.candidates import linear_layers  # noqa: E402
 from cupyattn.interop.torch.forwards import substitute_of  # noqa: E402
 from cupyattn.interop.torch.ways import ways_of  # noqa: E402
@@ -311,6 +311,22 @@ def test_a_part_is_left_native_as_the_verdict_says(family: str) -> None:
     assert modules and all(map(pattern.search, modules)) and not any(map(pattern.search, layers))
 
 
+@pytest.mark.parametrize("how", ["deleted", "None", "another"])
+def test_a_pipeline_without_its_model_is_not_compared(how: str, handle: Any) -> None:
+    pipe, model = handle.target, handle.target.transformer
+    if how == "deleted":
+        del pipe.transformer
+    else:
+        pipe.transformer = None if how == "None" else transformer()
+    said = r"transformer of the StableDiffusion3Pipeline is not the model any more .* pipe\.transf"
+    with pytest.raises(ValueError, match=said):
+        handle.compare(**QUIET, **call())
+    assert handle.report().layers
+    handle.restore()
+    assert not any(isinstance(m, Int8Linear) for m in model.modules())
+    pipe.transformer = model
+
+
 def test_nothing_replaced_is_nothing_to_compare(handle: Any) -> None:
     handle.restore()
     with pytest.raises(RuntimeError, match="there is nothing to compare"):
@@ -366,6 +382,29 @@ def full():
     pipe, call = small()
     return pipe, dict(call, callback_on_step_end=fail)
 
+def lost(*_):
+    return {}["lost"]
+
+def callback():
+    pipe, call = small()
+    return pipe, dict(call, callback_on_step_end=lost)
+
+def argument():
+    pipe, call = small()
+    return pipe, dict(call, prmpt="a cat")
+
+def needs(prompt, *, steps, seed=0, **options):
+    return small()
+
+def leaves():
+    raise SystemExit(0)
+
+def chained():
+    try:
+        lost()
+    except KeyError as error:
+        raise ArithmeticError("one line" + chr(10) + "and another") from error
+
 def slow():
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -397,7 +436,9 @@ def test_the_command_runs_a_function_of_a_file(
     ("function", "message"),
     [
         ("mine.py", "give FILE.py:NAME"), ("none.py:small", "there is no file 'none.py'"),
-        ("mine.py:other", "has no function 'other'"), ("mine.py:wrong", "must return a pipeline"),
+        ("mine.py:other", "mine.py has no function 'other': it has small, wrong, fails, keys, "),
+        ("mine.py:wrong", "must return a pipeline"),
+        ("mine.py:needs", "must be a function without arguments, and needs prompt, steps: write"),
         ("mine.py:fails", "mine.py, line 12: RuntimeError: no weights"),
         ("mine.py:keys", "must have names of arguments as keys, got 1"),
         ("mine.py:taken", "the call has 'page', which is an argument of the comparison"),
@@ -415,6 +456,53 @@ def test_what_is_no_such_function_is_said(
     Path("lost.py").write_text("import mine\nimport no_such_package\n")  # the first lies beside it
     assert cli.main(["trial", function, "--compile", "off"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "first", "last", "said"),
+    [
+        ("mine.py:callback", 'return {}["lost"]', "KeyError: 'lost'",
+         "the call of callback() failed: KeyError: 'lost'"),
+        ("mine.py:argument", "", "keyword argument 'prmpt'", "the call of argument() failed: Type"),
+        ("mine.py:leaves", "raise SystemExit(0)", "SystemExit: 0", "mine.py, line 49: SystemExit"),
+        ("mine.py:chained", "lost()", "ArithmeticError: one line\nand another",
+         "mine.py, line 55: ArithmeticError: one line\n"),
+        ("ends.py:f", "sys.exit()", "SystemExit", "ends.py, line 2: SystemExit\n"),
+        ("half.py:f", "def f(:", "SyntaxError: invalid syntax", "half.py: SyntaxError: invalid"),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("script")
+def test_an_error_of_the_caller_has_the_callers_traceback_and_a_sentence(
+    function: str, first: str, last: str, said: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit()\n")
+    (tmp_path / "half.py").write_text("def f(:\n")
+    made: list[Any] = []
+    monkeypatch.setattr(interop, "accelerate", recorded(interop.accelerate, made))
+    before = {*tmp_path.iterdir()}
+    assert cli.main(["trial", function, "--compile", "off"]) == 2
+    trace, _, sentence = capsys.readouterr().err.partition("\ncupyattn: ")
+    assert trace.endswith(last)
+    assert sentence.startswith(said) and sentence.count("\n") == 1
+    assert str(Path(cli.__file__).parents[1]) not in trace  # no frame of ours
+    if first:
+        frame, line = trace[trace.index("  File ") :].split("\n")[:2]
+        assert frame.startswith(f'  File "{tmp_path / function.partition(":")[0]}", line ')
+        assert line.strip() == first
+    assert {*tmp_path.iterdir()} - before <= {tmp_path / "__pycache__"}
+    for handle in made:
+        assert handle.report().lines[0].endswith("; restored since")
+
+
+def recorded(own: Any, made: list[Any]) -> Any:
+    """Keep the handles that a function returns."""
+
+    def accelerate(*args: Any, **options: Any) -> Any:
+        made.append(own(*args, **options))
+        return made[-1]
+
+    return accelerate
 
 
 @pytest.mark.usefixtures("script")

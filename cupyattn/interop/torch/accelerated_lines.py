@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from cupyattn.checkpoints.roles import PRECISE_ROLES
 from cupyattn.interop.torch.accelerated_parts import Part, Request
-from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.measure.whole_gains import said
 from cupyattn.measure.words import counted, printable
 
@@ -20,19 +19,40 @@ _MOST_REASONS = 3
 
 def summary_lines(
     target: Any, parts: Sequence[Part], attention: Any, request: Request, *,
-    is_restored: bool = False,
+    undone: Collection[str] = (),
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return five lines about replaced parts, their gain, and native parts."""
-    since = "; restored since" if is_restored else ""
+    """Return five lines about replaced parts, their gain, and native parts.
+
+    Parameters
+    ----------
+    target : object
+    parts : sequence of Part
+    attention : object or None
+    request : Request
+    undone : collection of str
+        Which of ``"linear"``, ``"attention"`` and ``"compiled"`` are not in place any more.
+    """
+    replaced = replaced_of(parts, attention)
+    is_native = bool(replaced) and replaced <= {*undone}
+
+    def since(name: str, text: str = "; native since") -> str:
+        return text if name in undone and not is_native else ""
+
     found = (
-        f"{type(target).__name__}: accuracy {request.accuracy!r}, "
-        f"{_compiled(parts, request)}{since}",
-        _layers(parts),
-        _attention(parts, attention),
+        f"{type(target).__name__}: accuracy {request.accuracy!r}, {_compiled(parts, request)}"
+        f"{'; restored since' if is_native else since('compiled', '; not compiled any more')}",
+        f"{_layers(parts)}{since('linear')}",
+        f"{_attention(parts, attention)}{since('attention')}",
         _measured(parts, request),
         f"left native: {_left(parts)}",
     )
     return tuple(map(printable, found))
+
+
+def replaced_of(parts: Sequence[Part], attention: Any) -> set[str]:
+    """Return which of ``"linear"`` and ``"attention"`` were replaced in any model."""
+    linear = any(part.linear is not None for part in parts)
+    return {*["linear"] * linear, *["attention"] * (attention is not None)}
 
 
 def _compiled(parts: Sequence[Part], request: Request) -> str:
@@ -49,10 +69,7 @@ def _layers(parts: Sequence[Part]) -> str:
     replaced, kept = (sum(len(of) for of in some) for some in (
         [one.replaced for one in made], [one.kept for one in made],
     ))  # fmt: skip
-    layers = [
-        layer for part in parts if part.linear is not None
-        for _, layer in int8_layers(part.model)
-    ]  # fmt: skip
+    layers = [layer for one in made for layer in one._handle_in_place()]
     strategies = {layer.strategy for layer in layers}
     rotated = sum(layer.rotate is not None for layer in layers)
     saved = sum(one._handle_saved for one in made) / len(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -14,7 +15,7 @@ from torch import nn
 from cupyattn.checkpoints.writer import check_target
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
 from cupyattn.interop.selection import Patterns
-from cupyattn.interop.torch.accelerated_lines import summary_lines
+from cupyattn.interop.torch.accelerated_lines import replaced_of, summary_lines
 from cupyattn.interop.torch.accelerated_parts import (
     Log,
     Part,
@@ -24,14 +25,20 @@ from cupyattn.interop.torch.accelerated_parts import (
     layer_names,
     part_of,
 )
-from cupyattn.interop.torch.candidates import int8_layers
 from cupyattn.interop.torch.comparing import compare
 from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
-from cupyattn.interop.torch.models import NothingReplaced, replace_linear_with_int8
+from cupyattn.interop.torch.models import (
+    NothingReplaced,
+    layers_of_calls,
+    replace_linear_with_int8,
+)
 from cupyattn.interop.torch.quantising import Activations, check_names
 from cupyattn.interop.torch.writing import check_writable, write_int8
 from cupyattn.measure.trial import Comparison
-from cupyattn.measure.words import printable
+from cupyattn.measure.words import counted, printable
+
+#: Knows the attention modules of diffusers that are replaced; not imported if none are.
+_INTERCEPTION = "cupyattn.interop.diffusers.interception"
 
 
 @dataclass(frozen=True)
@@ -69,15 +76,12 @@ class Accelerated(Handle):
     `compare` belong to the handle. As a context manager it restores at the end.
     """
 
-    __slots__ = (
-        "_handle_attention", "_handle_is_restored", "_handle_parts", "_handle_request",
-    )  # fmt: skip
+    __slots__ = ("_handle_attention", "_handle_parts", "_handle_request")
     _handle_maker = "accelerate"
     _handle_arguments = (
         "accuracy", "include", "exclude", "checkpoint", "activations", "again", "log",
     )  # fmt: skip
     _handle_attention: Any
-    _handle_is_restored: bool
     _handle_parts: tuple[Part, ...]
     _handle_request: Request
 
@@ -87,7 +91,6 @@ class Accelerated(Handle):
         super().__init__(target)
         object.__setattr__(self, "_handle_parts", tuple(parts))
         object.__setattr__(self, "_handle_attention", attention)
-        object.__setattr__(self, "_handle_is_restored", False)
         object.__setattr__(self, "_handle_request", request)
 
     # If torch compiles a function that calls the handle, the error gives this reason.
@@ -104,7 +107,7 @@ class Accelerated(Handle):
         attention = None if self._handle_attention is None else self._handle_attention.report()
         lines = summary_lines(
             self.target, self._handle_parts, self._handle_attention, self._handle_request,
-            is_restored=self._handle_replaced_any() and self._handle_is_native(),
+            undone=self._handle_undone(),
         )  # fmt: skip
         scales = {
             part.prefix.removesuffix("."): part.linear._handle_choice
@@ -126,18 +129,45 @@ class Accelerated(Handle):
             layers then stay; everything else is restored.
         """
         _undo(self._handle_parts, self._handle_attention)
-        object.__setattr__(self, "_handle_is_restored", True)
 
-    def _handle_replaced_any(self) -> bool:
-        return any(len(part.native) < 2 for part in self._handle_parts)
+    def _handle_undone(self) -> set[str]:
+        """Return which of ``"linear"``, ``"attention"`` and ``"compiled"`` are not in place now.
 
-    def _handle_is_native(self) -> bool:
-        """Whether everything that was replaced is native again, by this handle or otherwise."""
-        linear = any(any(True for _ in int8_layers(part.model)) for part in self._handle_parts)
+        Another handle, the caller, or an error in the middle of `restore` may have undone a part.
+        """
+        parts, attention = self._handle_parts, self._handle_attention
+        linear = [part.linear for part in parts if part.linear is not None]
+        code = [part.compiled for part in parts if part.compiled is not None]
+        undone = set()
+        if linear and not any(one._handle_in_place() for one in linear):
+            undone.add("linear")
+        if attention is not None and not attention._handle_is_in_place():
+            undone.add("attention")
+        if code and all(one.is_undone for one in code):
+            undone.add("compiled")
+        return undone
+
+    def _handle_check_alone(self) -> None:
+        """Raise ValueError if other handles replaced parts of the models, too."""
+        models = [part.model for part in self._handle_parts]
+        own = [part.linear._handle_call for part in self._handle_parts if part.linear is not None]
+        layers = sum(
+            all(call is not one for one in own) for model in models
+            for call, _ in layers_of_calls(model)
+        )  # fmt: skip
         attention = self._handle_attention
-        return self._handle_is_restored or not (
-            linear or (attention is not None and attention._handle_is_in_place())
-        )
+        modules = 0
+        if _INTERCEPTION in sys.modules:
+            layer_of = sys.modules[_INTERCEPTION].layer_of
+            found = (layer_of(module) for model in models for module in model.modules())
+            mine = () if attention is None else attention._handle_layers
+            modules = sum(one is not None and all(one is not x for x in mine) for one in found)
+        if layers or modules:
+            raise ValueError(
+                f"another handle made {counted(layers, 'linear layer')} INT8 and replaced "
+                f"{counted(modules, 'attention module')} of the same models, whose gain would "
+                "count as this one's: restore() that handle, or accelerate all at once, again=True"
+            )
 
     def save(
         self, folder: str | PathLike[str], *, advance: Callable[[str], None] | None = None
@@ -165,7 +195,7 @@ class Accelerated(Handle):
             If no linear layer is INT8, or the weights are offloaded.
         """
         written = [part for part in self._handle_parts if part.linear is not None]
-        if not written or self._handle_is_native():
+        if not written or "linear" in self._handle_undone():
             why = "after restore()" if written else "see report()"
             raise ValueError(f"no linear layer is INT8, so there are no codes to save: {why}")
         home = Path(folder)
@@ -217,7 +247,8 @@ class Accelerated(Handle):
         ------
         ValueError
             If the weights are offloaded, other hooks of diffusers are there, the caller compiled a
-            model, or `record` is of another comparison.
+            model, the pipeline has another model now, another handle replaced parts of a model, or
+            `record` is of another comparison.
         RuntimeError
             After `restore`, and if the weights of INT8 layers are lost.
 
@@ -228,15 +259,17 @@ class Accelerated(Handle):
         model has a step cache, ``pipe.transformer.enable_cache(config)``, all ways have it. A
         further native run without it shows the gain of cache and INT8 together.
         """
-        if not self._handle_replaced_any():
+        replaced = replaced_of(self._handle_parts, self._handle_attention)
+        if not replaced:
             raise RuntimeError(
                 "nothing is replaced, so that there is nothing to compare: report() says why"
             )
-        if self._handle_is_native():
+        if replaced <= self._handle_undone():
             raise RuntimeError(
-                "everything is native since restore(), so that there is nothing to compare: "
-                "accelerate again"
+                "all that this handle replaced is native since restore(), or belongs to a later "
+                "handle since again=True, so that there is nothing to compare: accelerate again"
             )
+        self._handle_check_alone()
         return compare(
             self.target, self._handle_parts, self._handle_request, call, rounds=rounds,
             record=record, page=page, seed=seed, log=log,

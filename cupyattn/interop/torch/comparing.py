@@ -62,6 +62,12 @@ def compare(
         if file is not None and (not Path(file).parent.is_dir() or Path(file).is_dir()):
             raise OSError(f"{name} must be a file in a folder that exists, got {str(file)!r}")
     for part in parts:
+        name = part.prefix.removesuffix(".")
+        if name and uncompiled(vars(target).get(name)) is not part.model:
+            raise ValueError(
+                f"{name} of the {type(target).__name__} is not the model any more that accelerate "
+                f"made faster: assign that to pipe.{name} again, or accelerate the pipeline again"
+            )
         check_not_offloaded(part.model, "remove its hooks, compare, then offload again")
         if device_of_hooks(part.model) is not None:
             raise ValueError(
@@ -232,7 +238,7 @@ class _Bench:
             before = torch.cuda.memory_allocated(self.where)
         torch.manual_seed(self.seed)
         with torch.no_grad(), _watched(target, marks, latents if follow else None):
-            result = target(**call)
+            result = called(target, call)
             marks.mark_end()
         ran = _Ran(marks.seconds(), None)
         if self.on_device:
@@ -241,6 +247,11 @@ class _Bench:
             ran.latents = latents or _tensors(result)
             ran.pictures = [] if self.is_module else pictures_of(result)
         return ran
+
+
+def called(target: Any, call: Mapping[str, Any]) -> Any:
+    """Call a pipeline or a model; its exceptions have a frame of this function."""
+    return target(**call)
 
 
 class _Marks:

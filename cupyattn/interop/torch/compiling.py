@@ -22,52 +22,38 @@ from cupyattn.measure.words import counted
 #: Values of ``compile=`` of `accelerate`.
 COMPILED: tuple[str | bool, ...] = ("blocks", "graphs", False)
 _COMPILED_CALL = "_compiled_call_impl"
-#: The attribute of a model that holds its `Compiled`, for callers without a handle.
+#: The attribute of a model that holds its `Code`, for its handles and for callers without one.
 _ATTRIBUTE = "_compiled_by_accelerate"
 
 
 @dataclass(eq=False)
-class Compiled:
-    """Compiled modules of a model, and how to undo the compilation.
+class Code:
+    """Compiled code of a model, which the handles of the model share until the last is undone.
 
     Parameters
     ----------
-    summary : str
-        One line that says what was compiled.
     blocks : list of Substitute
     model : Module or None
         A model that was compiled as a whole.
+    graph : WholeGraph or None
+        Records passes of the model.
     hooked : Counter of str
         Calls of blocks that ran uncompiled code because they contain hooks of diffusers, by class.
     limited : set of str
         Classes of blocks at torch's limit of compilations.
-    graph : WholeGraph or None
-        Records passes of the model.
-    earlier : Compiled or None
-        Compilation of other parts of the model, for another handle.
+    users : list of Compiled
+        One for each handle.
     """
 
-    summary: str
     blocks: list[Substitute] = field(default_factory=list)
     model: nn.Module | None = None
+    graph: WholeGraph | None = None
     hooked: Counter[str] = field(default_factory=Counter)
     limited: set[str] = field(default_factory=set)
-    graph: WholeGraph | None = None
-    earlier: Compiled | None = None
+    users: list[Compiled] = field(default_factory=list)
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # copies and files of a model run uncompiled code
-
-    def said(self) -> str:
-        """Return a text: the compiled parts, and why passes have run without a graph since."""
-        reasons = self.graph.reasons if self.graph is not None else {}
-        without = "".join(f"; without a graph: {n} for {why}" for why, n in reasons.items())
-        eager = "".join(
-            f"; {counted(n, f'{name} call')} not compiled, since hooks are within"
-            for name, n in self.hooked.items()
-        )
-        full = "".join(f"; other forms of {name} not compiled" for name in self.limited)
-        return f"{self.summary}{without}{eager}{full}"
 
     def warn_of_limit(self, name: str) -> None:
         """Warn once for each class of blocks that has reached torch's limit of compilations."""
@@ -81,11 +67,14 @@ class Compiled:
             UserWarning, stacklevel=2,
         )  # fmt: skip
 
-    def undo(self) -> None:
-        """Let the modules run uncompiled code again. A second call does nothing."""
-        if self.graph is not None:
+    def release(self, user: Compiled) -> None:
+        """Undo the compilation for one handle, except parts that other handles need."""
+        self.users.remove(user)
+        if self.graph is not None and not any(one.graphs for one in self.users):
             self.graph.undo()
             self.graph = None
+        if self.users:
+            return
         while self.blocks:
             self.blocks.pop().undo()
         if self.model is not None:
@@ -93,16 +82,63 @@ class Compiled:
             self.model = None
 
 
+@dataclass(eq=False)
+class Compiled:
+    """The use that one handle makes of a model's compiled code.
+
+    Parameters
+    ----------
+    summary : str
+        What was compiled.
+    code : Code or None
+        None if the caller compiled the model, and after `undo`.
+    graphs : bool
+        Whether each form of a pass is recorded as one CUDA graph, too.
+    is_undone : bool
+    """
+
+    summary: str
+    code: Code | None = None
+    graphs: bool = False
+    is_undone: bool = False
+
+    def said(self) -> str:
+        """Return a text: the compiled parts, and why passes have run without a graph since."""
+        code = self.code
+        if code is None:
+            return self.summary
+        graph = reasons = ""
+        if code.graph is not None:
+            graph = ", each form of a pass a CUDA graph from its third call on"
+            reasons = "".join(
+                f"; without a graph: {n} for {why}" for why, n in code.graph.reasons.items()
+            )
+        eager = "".join(
+            f"; {counted(n, f'{name} call')} not compiled, since hooks are within"
+            for name, n in code.hooked.items()
+        )
+        full = "".join(f"; other forms of {name} not compiled" for name in code.limited)
+        return f"{self.summary}{graph}{reasons}{eager}{full}"
+
+    def undo(self) -> None:
+        """Let the modules run uncompiled code again, if no other handle has compiled them, too.
+
+        A second call does nothing.
+        """
+        self.summary, code, self.code, self.is_undone = self.said(), self.code, None, True
+        if code is not None:
+            code.release(self)
+
+
 def _nothing() -> None:
-    """Return None, which copies of a model have in place of its `Compiled`."""
+    """Return None, which copies of a model have in place of its `Code`."""
 
 
 def restore_compiled(model: nn.Module) -> None:
     """Let a model run the code that it ran before any call of `compiled_blocks`."""
-    done = vars(model).pop(_ATTRIBUTE, None)
-    while done is not None:
-        done.undo()
-        done = done.earlier
+    code: Code | None = vars(model).pop(_ATTRIBUTE, None)
+    for user in [] if code is None else [*code.users]:
+        user.undo()
 
 
 def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
@@ -121,44 +157,45 @@ def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:
     Compiled
     """
     given, model = model, uncompiled(model)
+    found: Code | None = vars(model).get(_ATTRIBUTE)
+    code = found if found is not None and found.users else Code()
+    is_whole = code.model is model
+    if not is_whole and (given is not model or getattr(model, _COMPILED_CALL) is not None):
+        return Compiled("compiled by the caller")  # such code cannot call graphs
     names = getattr(model, "_repeated_blocks", None) or getattr(model, "_no_split_modules", None)
     blocks = [module for module in model.modules() if type(module).__name__ in (names or ())]
-    earlier: Compiled | None = vars(model).get(_ATTRIBUTE)
-    if earlier is not None and not (earlier.blocks or earlier.model or earlier.graph):
-        earlier = None  # undone
-    if earlier is not None and earlier.model is model:
-        done = Compiled(earlier.summary)
-    elif given is not model or getattr(model, _COMPILED_CALL) is not None:
-        done, graphs = Compiled("compiled by the caller"), False  # such code cannot call graphs
-    elif blocks:
-        fresh = [
-            module for module in blocks
-            if getattr(module, _COMPILED_CALL) is None and substitute_of(module) is None
-        ]  # fmt: skip
-        kinds = Counter(type(module).__name__ for module in blocks)
-        said = " and ".join(f"{count} {name}" for name, count in kinds.items())
-        done = Compiled(f"{said} compiled with fullgraph=True")
-        # NOTE: below the hooks, whose code cannot be part of a graph of the whole block.
-        for module in fresh:
-            make = functools.partial(_Block, module, done)
-            done.blocks.append(Substitute(module, make, below_hooks=True))
-    else:
-        done = Compiled("compiled as a whole", model=model)
-        model.compile()
-    done.earlier = earlier
-    if graphs and (earlier is None or earlier.graph is None):
-        done.graph = WholeGraph(model)
-        done.summary += ", each form of a pass a CUDA graph from its third call on"
-    vars(model)[_ATTRIBUTE] = done
+    kinds = Counter(type(module).__name__ for module in blocks)
+    said = " and ".join(f"{count} {name}" for name, count in kinds.items())
+    said = f"{said} compiled with fullgraph=True" if blocks else "compiled as a whole"
+    done = Compiled(said, code, graphs)
+    code.users.append(done)
+    vars(model)[_ATTRIBUTE] = code
+    try:
+        _compile(model, blocks, code)
+        if graphs and code.graph is None:
+            code.graph = WholeGraph(model)
+    except BaseException:
+        done.undo()
+        raise
     return done
+
+
+def _compile(model: nn.Module, blocks: list[nn.Module], code: Code) -> None:
+    """Compile the blocks that run their own code, or the whole model if there are no blocks."""
+    for module in blocks:
+        if getattr(module, _COMPILED_CALL) is None and substitute_of(module) is None:
+            # NOTE: below the hooks, whose code cannot be part of a graph of the whole block.
+            make = functools.partial(_Block, module, code)
+            code.blocks.append(Substitute(module, make, below_hooks=True))
+    if not blocks and code.model is None:
+        code.model = model
+        model.compile()
 
 
 def is_compiled_by_caller(model: nn.Module) -> bool:
     """Whether a model or a module in it was compiled in place, and not by `accelerate`."""
-    done: Compiled | None = vars(model).get(_ATTRIBUTE)
-    while done is not None and done.model is None:
-        done = done.earlier
-    ours = None if done is None else done.model
+    code: Code | None = vars(model).get(_ATTRIBUTE)
+    ours = None if code is None else code.model
     return any(
         getattr(module, _COMPILED_CALL) is not None
         for module in model.modules() if module is not ours
@@ -171,14 +208,14 @@ class _Block:
     Parameters
     ----------
     module : Module
-    done : Compiled
+    code : Code
         Counts the calls of uncompiled code.
     own : callable
         The block's ``forward``.
     """
 
-    def __init__(self, module: nn.Module, done: Compiled, own: Forward) -> None:
-        self._module, self._done, self._own = module, done, own
+    def __init__(self, module: nn.Module, code: Code, own: Forward) -> None:
+        self._module, self._code, self._own = module, code, own
         self._compiled: Forward = torch.compile(own, fullgraph=True)
         self._is_full = False
 
@@ -187,7 +224,7 @@ class _Block:
         if self._is_full:  # existing code is used if it fits, and none is added
             with torch.compiler.set_stance("eager_on_recompile"):
                 return self._compiled(*args, **kwargs)
-        if name not in self._done.hooked or not _has_hooks(self._module):
+        if name not in self._code.hooked or not _has_hooks(self._module):
             try:
                 return self._compiled(*args, **kwargs)
             except TorchDynamoException:  # nothing of the pass was run
@@ -195,9 +232,9 @@ class _Block:
                     raise
             except FailOnRecompileLimitHit:
                 self._is_full = True
-                self._done.warn_of_limit(name)
+                self._code.warn_of_limit(name)
                 return self(*args, **kwargs)
-        self._done.hooked[name] += 1
+        self._code.hooked[name] += 1
         return self._own(*args, **kwargs)
 
 

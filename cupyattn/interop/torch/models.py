@@ -90,6 +90,11 @@ class Replacement(Handle):
         """Linear layers that did not become INT8, each with the reason."""
         return self._handle_kept
 
+    def _handle_in_place(self) -> list[Int8Linear]:
+        """Return the INT8 layers of this handle that are still in the model."""
+        layers = layers_of_calls(uncompiled(self.target))
+        return [layer for call, layer in layers if call is self._handle_call]
+
     # If torch compiles a function that calls the handle, the error gives this reason.
     __call__ = torch.compiler.disable(Handle.__call__, recursive=False, reason=NOT_COMPILED)
 
@@ -134,6 +139,14 @@ class Replacement(Handle):
                 f"compiled: layers are called by torch's dispatcher, {inductor_calls.obstacle}"
             )
         return "\n".join(map(printable, lines))
+
+
+def layers_of_calls(model: nn.Module) -> Iterator[tuple[Call, Int8Linear]]:
+    """Yield the INT8 layers of a model that have their original, each with its call."""
+    for _, layer in int8_layers(model):
+        original = original_of(layer)
+        if original is not None:
+            yield original.call, layer
 
 
 def replace_linear_with_int8(
