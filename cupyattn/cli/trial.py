@@ -89,8 +89,9 @@ def _check_call(handle: Any, call: Mapping[str, Any]) -> None:
             f"nothing of the {type(handle.target).__name__} was replaced, so that there is nothing "
             "to compare: the line \"left native\" says why"
         )
-    own = inspect.signature(handle.compare).parameters
-    if taken := sorted(name for name in call if name in own and name != "call"):
+    own = inspect.signature(handle.compare).parameters.values()
+    options = {one.name for one in own if one.kind is one.KEYWORD_ONLY}
+    if taken := sorted(options & call.keys()):
         raise ValueError(
             f"the call has {taken[0]!r}, which is an argument of the comparison: leave it out, and "
             "give it as an option of the command if there is one"

@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any
 
-from cupyattn.interop.handle import target_of, uncompiled
+from cupyattn.interop.handle import is_pipeline, target_of, uncompiled
 
 #: Functions that restore layers of a model, in order, with their modules. A module that was not
 #: imported has replaced nothing.
@@ -29,6 +29,8 @@ def restore(pipe_or_model: Any) -> None:
     ------
     TypeError
         For any other object.
+    ValueError
+        For a pipeline without any model.
     RuntimeError
         If a linear layer has lost its original, which is so for layers from ``load_int8``, after
         ``originals="drop"`` and in copies; or if offloading hooks prevent it. Nothing is then
@@ -67,6 +69,11 @@ def _models(pipe_or_model: Any) -> list[Any]:
     parts = [*getattr(pipe_or_model, "components", {"": pipe_or_model}).values()]
     models = [uncompiled(target_of(part)) for part in parts]
     models = [one for one in models if torch is not None and isinstance(one, torch.nn.Module)]
+    if not models and is_pipeline(pipe_or_model):
+        raise ValueError(
+            f"{type(pipe_or_model).__name__} has no model any more: give the model that was in it, "
+            "or call restore() of its handle"
+        )
     if not models:
         raise TypeError(
             "pipe_or_model must be a DiffusionPipeline or a torch.nn.Module, got "

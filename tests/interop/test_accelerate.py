@@ -436,16 +436,48 @@ def test_all_handles_say_that_a_model_is_native_again(how: str) -> None:
         assert handle.report().lines[0].endswith("; restored since")
 
 
-def test_a_handle_of_what_is_replaced_again_is_restored() -> None:
+def test_a_handle_of_what_is_replaced_again_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformer()
     first = interop.accelerate(model, **EAGER)
+    widths: list[int] = []
+    monkeypatch.setattr(accelerated_parts, "nearest", lambda cls, width: widths.append(width))
     second = interop.accelerate(model, "balanced", again=True, **EAGER)
+    assert widths == [128]  # of all layers, INT8 or not
     assert first.report().lines[0].endswith("; restored since")
     with pytest.raises(RuntimeError, match="or belongs to a later handle since again=True, so"):
         first.compare()
     first.restore()
     lines = second.report().lines
     assert lines[0].endswith("'balanced', not compiled") and "for each block" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("include", "native"), [("attn$", "linear layers: native"), (r"ff\.net", "attention: native")]
+)
+def test_again_first_undoes_parts_that_are_not_selected(include: str, native: str) -> None:
+    model = transformer()
+    first = interop.accelerate(model, **EAGER)
+    handle = interop.accelerate(model, include=include, again=True, **EAGER)
+    assert native in handle.report().lines
+    found = run(model)
+    assert first.report().lines[0].endswith("; restored since")
+    handle.restore()
+    with interop.accelerate(model, include=include, **EAGER):
+        assert torch.equal(run(model), found)
+
+
+def test_again_leaves_a_model_native_if_it_fails(tmp_path: Path) -> None:
+    model = transformer()
+    native = run(model)
+    first = interop.accelerate(model, **EAGER)
+    for options in ({"arch": "sm_10"}, {"backend": "torch"}, {"include": "nothing"}):
+        with pytest.raises(ValueError, match="must be|is found in the name of no"):
+            interop.accelerate(model, again=True, **EAGER, **options)
+        assert "restored" not in first.report().lines[0]
+    with pytest.raises(FileNotFoundError):
+        interop.accelerate(model, again=True, checkpoint=tmp_path / "none", **EAGER)
+    assert first.report().lines[0].endswith("; restored since")
+    assert torch.equal(run(model), native)
 
 
 def test_a_report_says_which_parts_are_native_since() -> None:
@@ -491,6 +523,43 @@ def test_an_error_in_the_middle_of_compiling_leaves_no_compiled_block(
     with pytest.raises(KeyboardInterrupt):
         interop.accelerate(model, log=None)
     assert not compiled(model)
+
+
+def interrupt(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["guard", "place_activated_layers", "_saved"])
+def test_an_interruption_after_layers_were_placed_takes_them_back(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformer()
+    native = run(model)
+    monkeypatch.setattr(f"cupyattn.interop.torch.models.{where}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interop.accelerate(model, **EAGER)
+    assert torch.equal(run(model), native)
+    assert not any(isinstance(m, interop_torch.Int8Linear) for m in model.modules())
+
+
+def test_a_restore_that_was_interrupted_is_completed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = transformer(num_layers=2)
+    native = run(model)
+    handle = interop.accelerate(model, compile="graphs", log=None)
+    for cls, name in (
+        (forwards.Substitute, "undo"), (interop_torch.models.Replacement, "restore"),
+        (interop.Int8Replacement, "restore"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(cls, name, interrupt)
+            handle.restore()
+    assert "in INT8 with a scale for each block" in handle.report().lines[1]
+    handle.restore()
+    assert handle.report().lines[0].endswith("; restored since")
+    assert not compiled(model) and "forward" not in vars(model)
+    assert torch.equal(run(model), native)
 
 
 @pytest.mark.parametrize("how", ["blocks", "graphs"])

@@ -18,6 +18,7 @@ diffusers = pytest.importorskip("diffusers")
 from cupyattn import cli  # noqa: E402
 from cupyattn.cli import output  # noqa: E402
 from cupyattn.interop import diffusers as interop  # noqa: E402 - imports diffusers
+from cupyattn.interop import restore  # noqa: E402
 from cupyattn.interop.diffusers.replace import attention_modules, models_of  # noqa: E402
 from cupyattn.interop.torch import Int8Linear, comparing  # noqa: E402
 from cupyattn.interop.torch.candidates import linear_layers  # noqa: E402
@@ -311,6 +312,25 @@ def test_a_part_is_left_native_as_the_verdict_says(family: str) -> None:
     assert modules and all(map(pattern.search, modules)) and not any(map(pattern.search, layers))
 
 
+def test_arguments_without_a_name_are_those_of_the_call() -> None:
+    """As of ``pipe("a cat")``."""
+    model = transformer()
+    x, rest = cases.noise(1, 4, 12, 12), (cases.noise(1, 8, 32), cases.noise(1, 32))
+    with interop.accelerate(model, compile=False, exclude="attn$", **QUIET) as handle:
+        given = {"timestep": torch.tensor([500.0]), "rounds": 1, **QUIET}
+        found = handle.compare(x, *rest, **given)
+        assert list(found.record["what"]["call"]) == [
+            "encoder_hidden_states", "hidden_states", "pooled_projections", "timestep"
+        ]
+        with pytest.raises(TypeError, match="'hidden_states' is given twice, with and without its"):
+            handle.compare(x, hidden_states=x, **given)
+        with pytest.raises(TypeError, match=r"takes \d+ arguments without a name, got 99"):
+            handle.compare(*[x] * 99, **given)
+    handle = interop.accelerate(cases.make("sd3"), compile=False, **QUIET)
+    with handle, pytest.raises(TypeError, match="'prompt' is given twice"):
+        handle.compare("a cat", prompt="a dog")
+
+
 @pytest.mark.parametrize("how", ["deleted", "None", "another"])
 def test_a_pipeline_without_its_model_is_not_compared(how: str, handle: Any) -> None:
     pipe, model = handle.target, handle.target.transformer
@@ -321,6 +341,9 @@ def test_a_pipeline_without_its_model_is_not_compared(how: str, handle: Any) -> 
     said = r"transformer of the StableDiffusion3Pipeline is not the model any more .* pipe\.transf"
     with pytest.raises(ValueError, match=said):
         handle.compare(**QUIET, **call())
+    if how != "another":
+        with pytest.raises(ValueError, match="Diffusion3Pipeline has no model any more: give"):
+            restore(pipe)
     assert handle.report().layers
     handle.restore()
     assert not any(isinstance(m, Int8Linear) for m in model.modules())

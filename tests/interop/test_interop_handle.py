@@ -174,6 +174,11 @@ def test_arguments_of_a_replacement_are_not_set_on_the_handle(diffusers: Any, fl
     interop = importlib.import_module("cupyattn.interop.torch")
     pipe = flux[0]
     model = pipe.transformer
+    with diffusers.accelerate(flux[0], compile=False, log=None) as handle:
+        for name in ("accuracy", "compile", "arch", "backend"):
+            said = rf"'{name}' is settled .*: call restore\(\), then accelerate\(\.\.\., {name}="
+            with pytest.raises(AttributeError, match=said):
+                setattr(handle, name, False)
     of_attention = diffusers.replace_attention_with_int8(model, policy="balanced")
     of_linear = interop.replace_linear_with_int8(
         model, config=Int8Config(min_elements_for_int8=256), backend="mirror"

@@ -65,7 +65,7 @@ def accelerate(
         Inputs of layers, (..., in), by name, as ``record(pipe).recording.inputs`` has them. They
         decide between scales of blocks, of channels, and of channels of rotated rows.
     again : bool
-        First undo all earlier replacements in the models.
+        First undo all earlier replacements in the models; an exception later leaves them native.
     arch, backend : str, optional
         As for `cupyattn.attention`.
     log : callable, optional
@@ -132,7 +132,7 @@ def accelerate(
             return None
         every = [name for found in chosen.values() for name in found]
         return replace_attention_with_int8(
-            pipe_or_model, include=exactly(every), arch=arch, backend=backend, again=again,
+            pipe_or_model, include=exactly(every), arch=arch, backend=backend,
             policy={exactly(found): policy for policy, found in chosen.items()},
         )  # fmt: skip
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cupyattn.compiler.architectures import check_arch
+from cupyattn.compiler.target import check_backend
 from cupyattn.errors import shown
 from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
@@ -42,8 +44,8 @@ class Request:
     Raises
     ------
     TypeError, ValueError
-        For an unknown accuracy or way to compile, and for an invalid pattern, path, mapping of
-        activations or log function.
+        For an unknown accuracy, way to compile, architecture or backend, and for an invalid
+        pattern, path, mapping of activations or log function.
     """
 
     accuracy: str = "full"
@@ -81,6 +83,8 @@ class Request:
             )
         if given is not None and self.checkpoint is not None:
             raise ValueError(ONE_OF_BOTH)
+        check_arch(self.arch)
+        check_backend(self.backend)
         if self.log is not None and not callable(self.log):
             raise TypeError(f"log must take a line, as print does, or be None, got {self.log!r}")
         _ = self.selection
@@ -161,7 +165,8 @@ class Part:
 def part_of(prefix: str, model: nn.Module) -> Part:
     """Return a model before any replacement."""
     model = uncompiled(model)
-    width = usual_width(layer.in_features for _, layer, _ in linear_layers(model))
+    layers = (*linear_layers(model), *int8_layers(model))
+    width = usual_width(layer.in_features for _, layer, *_ in layers)
     known = nearest(type(model).__name__, width)
     where = device_of_hooks(model) or next(
         (p.device for p in model.parameters()), torch.device("cpu")

@@ -14,6 +14,7 @@ from torch import nn
 
 from cupyattn.checkpoints.writer import check_target
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of
+from cupyattn.interop.restoring import restore
 from cupyattn.interop.selection import Patterns
 from cupyattn.interop.torch.accelerated_lines import replaced_of, summary_lines
 from cupyattn.interop.torch.accelerated_parts import (
@@ -25,8 +26,8 @@ from cupyattn.interop.torch.accelerated_parts import (
     layer_names,
     part_of,
 )
-from cupyattn.interop.torch.comparing import compare
-from cupyattn.interop.torch.compiling import compiled_blocks, restore_compiled
+from cupyattn.interop.torch.comparing import compare, named
+from cupyattn.interop.torch.compiling import compiled_blocks
 from cupyattn.interop.torch.models import (
     NothingReplaced,
     layers_of_calls,
@@ -79,7 +80,8 @@ class Accelerated(Handle):
     __slots__ = ("_handle_attention", "_handle_parts", "_handle_request")
     _handle_maker = "accelerate"
     _handle_arguments = (
-        "accuracy", "include", "exclude", "checkpoint", "activations", "again", "log",
+        "accuracy", "compile", "include", "exclude", "checkpoint", "activations", "again", "arch",
+        "backend", "log",
     )  # fmt: skip
     _handle_attention: Any
     _handle_parts: tuple[Part, ...]
@@ -212,7 +214,7 @@ class Accelerated(Handle):
 
     def compare(
         self,
-        *,
+        *args: Any,
         rounds: int = 7,
         record: str | PathLike[str] | None = None,
         page: str | PathLike[str] | None = None,
@@ -224,6 +226,8 @@ class Accelerated(Handle):
 
         Parameters
         ----------
+        *args, **call
+            Arguments of the pipeline or the model.
         rounds : int
             Timed runs of each way, after one run that compiles.
         record : path, optional
@@ -234,8 +238,6 @@ class Accelerated(Handle):
             Seed of each run's generator, unless the call names a generator.
         log : callable, optional
             Called with a line after each run, with the remaining time; None: silent.
-        **call
-            Arguments of the pipeline or the model.
 
         Returns
         -------
@@ -245,6 +247,8 @@ class Accelerated(Handle):
 
         Raises
         ------
+        TypeError
+            For arguments without a name that the pipeline or the model does not take.
         ValueError
             If the weights are offloaded, other hooks of diffusers are there, the caller compiled a
             model, the pipeline has another model now, another handle replaced parts of a model, or
@@ -271,8 +275,9 @@ class Accelerated(Handle):
             )
         self._handle_check_alone()
         return compare(
-            self.target, self._handle_parts, self._handle_request, call, rounds=rounds,
-            record=record, page=page, seed=seed, log=log,
+            self.target, self._handle_parts, self._handle_request,
+            named(self.target, args, call), rounds=rounds, record=record, page=page,
+            seed=seed, log=log,
         )  # fmt: skip
 
 
@@ -364,10 +369,10 @@ def accelerated(
         Replaces attention and returns its handle, or None if all attention stays native.
     """
     attention = None
+    for part in parts if request.again else ():
+        restore(part.model)
     try:
         for part in parts:
-            if request.again:
-                restore_compiled(part.model)
             _replace_layers(part, request, alone=len(parts) == 1)
         attention = attend()
         for part in parts:
@@ -410,7 +415,7 @@ def _replace_layers(part: Part, request: Request, *, alone: bool) -> None:
             part.model,
             codes_of(part, request.checkpoint, alone=alone),
             include=exactly(name.removeprefix(part.prefix) for name in names),
-            arch=request.arch, backend=request.backend, again=request.again,
+            arch=request.arch, backend=request.backend,
             activations=part.own(request.activations),
         )  # fmt: skip
     except NothingReplaced as error:

@@ -108,6 +108,29 @@ def compare(
     return Comparison(found)
 
 
+def named(target: Any, args: Sequence[Any], call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names.
+
+    Raises
+    ------
+    TypeError
+        For more arguments without a name than there are names, or if one is named, too.
+    """
+    if not args:
+        return dict(call)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    function = target.forward if isinstance(target, nn.Module) else target.__call__
+    takes = inspect.signature(function).parameters.values()
+    names = [p.name for p in takes if p.kind in kinds][: len(args)]
+    if len(names) < len(args):
+        raise TypeError(
+            f"{type(target).__name__} takes {len(names)} arguments without a name, got {len(args)}"
+        )
+    if twice := [name for name in names if name in call]:
+        raise TypeError(f"{twice[0]!r} is given twice, with and without its name")
+    return {**dict(zip(names, args, strict=True)), **call}
+
+
 def _silent(_: str) -> None:
     """Ignore a line of the log."""
 

@@ -68,18 +68,21 @@ class Code:
         )  # fmt: skip
 
     def release(self, user: Compiled) -> None:
-        """Undo the compilation for one handle, except parts that other handles need."""
-        self.users.remove(user)
-        if self.graph is not None and not any(one.graphs for one in self.users):
+        """Undo the compilation for one handle, except parts that other handles need.
+
+        A second call completes one that was interrupted.
+        """
+        others = [one for one in self.users if one is not user]
+        if self.graph is not None and not any(one.graphs for one in others):
             self.graph.undo()
             self.graph = None
-        if self.users:
-            return
-        while self.blocks:
-            self.blocks.pop().undo()
-        if self.model is not None:
+        while self.blocks and not others:
+            self.blocks[-1].undo()
+            self.blocks.pop()
+        if self.model is not None and not others:
             setattr(self.model, _COMPILED_CALL, None)
             self.model = None
+        self.users = others
 
 
 @dataclass(eq=False)
@@ -105,7 +108,7 @@ class Compiled:
     def said(self) -> str:
         """Return a text: the compiled parts, and why passes have run without a graph since."""
         code = self.code
-        if code is None:
+        if code is None or self.is_undone:
             return self.summary
         graph = reasons = ""
         if code.graph is not None:
@@ -125,9 +128,10 @@ class Compiled:
 
         A second call does nothing.
         """
-        self.summary, code, self.code, self.is_undone = self.said(), self.code, None, True
-        if code is not None:
-            code.release(self)
+        self.summary, self.is_undone = self.said(), True
+        if self.code is not None:
+            self.code.release(self)
+            self.code = None
 
 
 def _nothing() -> None:
@@ -136,9 +140,9 @@ def _nothing() -> None:
 
 def restore_compiled(model: nn.Module) -> None:
     """Let a model run the code that it ran before any call of `compiled_blocks`."""
-    code: Code | None = vars(model).pop(_ATTRIBUTE, None)
-    for user in [] if code is None else [*code.users]:
-        user.undo()
+    code: Code | None = vars(model).get(_ATTRIBUTE)
+    while code is not None and code.users:
+        code.users[-1].undo()
 
 
 def compiled_blocks(model: nn.Module, *, graphs: bool = False) -> Compiled:

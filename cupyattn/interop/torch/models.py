@@ -288,12 +288,17 @@ def replace_linear_with_int8(
         raise NothingReplaced(
             f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
         )
-    call.trained |= {p: p.requires_grad for p in own.parameters()}
-    call.missing |= reasons.keys()
-    for _, name, module, unit in place_activated_layers(own):
-        keep_original(unit, call, name, module)
-    guard(own)
-    return Replacement(model, reasons, kept, call, _saved(own, call), choice)
+    try:
+        call.trained |= {p: p.requires_grad for p in own.parameters()}
+        call.missing |= reasons.keys()
+        for _, name, module, unit in place_activated_layers(own):
+            keep_original(unit, call, name, module)
+        guard(own)
+        return Replacement(model, reasons, kept, call, _saved(own, call), choice)
+    except BaseException:
+        if originals != "drop":
+            restore_linear(own, call)
+        raise
 
 
 def _commonest(kept: Mapping[str, str]) -> list[str]:
