@@ -148,8 +148,9 @@ def _made(config: dict[str, Any], file: Path) -> dict[str, tuple[int, ...]]:
             f"{file} has no weights beside it, so that its model is made by diffusers ({error}): "
             "pip install torch diffusers, or give the folder with the weights"
         ) from error
-    cls = getattr(diffusers, str(config.get("_class_name")), None)
-    if cls is None or not hasattr(cls, "from_config"):
+    cls: Any = getattr(diffusers, str(config.get("_class_name")), None)
+    is_model = isinstance(cls, type) and issubclass(cls, torch.nn.Module)
+    if not (is_model and hasattr(cls, "from_config")):
         raise ValueError(f"{file}: _class_name must be a model of diffusers, got "
                          f"{config.get('_class_name')!r}")  # fmt: skip
     try:

@@ -209,9 +209,11 @@ def read(path: Path, what: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{path} is no record of a comparison, or is damaged: give another file, or delete it"
         )
-    if found["what"] != dict(what):
+    others = [name for name in what if found["what"].get(name) != what[name]]
+    if others or found["what"].keys() != what.keys():
         raise ValueError(
-            f"{path} is the record of another comparison: give another file, or delete that one"
+            f"{path} is the record of another comparison, by its {', '.join(others) or 'entries'}: "
+            "give another file, or delete that one"
         )
     return dict(found)
 

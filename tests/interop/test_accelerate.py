@@ -119,6 +119,25 @@ def test_five_lines_say_what_was_done_and_what_was_not(capsys: pytest.CaptureFix
     assert not capsys.readouterr().out
 
 
+def test_each_of_two_models_is_named_with_its_blocks() -> None:
+    """As a Wan 2.2 pipeline has them."""
+    pipe = cases.make("wan")
+    second = copy.deepcopy(pipe.transformer)
+    pipe = diffusers.WanPipeline(
+        **{**pipe.components, "transformer_2": second}, boundary_ratio=0.5
+    )
+    handle = interop.accelerate(pipe, log=None)
+    assert handle.report().lines[0] == (
+        "WanPipeline: accuracy 'full', transformer and transformer_2: 2 WanTransformerBlock "
+        "compiled with fullgraph=True"
+    )
+    handle.restore()
+    only = interop.accelerate(pipe, exclude="^transformer_2[.]", log=None)
+    assert "'full', transformer: 2 WanTransformerBlock compiled" in only.report().lines[0]
+    assert not compiled(second)
+    only.restore()
+
+
 def test_blocks_are_compiled_and_run_their_own_code_afterwards() -> None:
     model = transformer(num_layers=2)
     own, other = model.transformer_blocks
@@ -499,8 +518,9 @@ def test_parts_of_another_handle_are_not_compared() -> None:
     model = transformer()
     first = interop.accelerate(model, include="attn", **EAGER)
     second = interop.accelerate(model, include="ff", **EAGER)
-    for handle, said in ((first, "2 linear layers INT8 and replaced 0"), (second, "7 linear l")):
-        with pytest.raises(ValueError, match=f"another handle made {said}"):
+    mine = "linear layers and 1 attention module of the same"
+    for handle, said in ((first, "2 linear layers of the same models"), (second, f"7 {mine}")):
+        with pytest.raises(ValueError, match=f"another handle replaced {said}"):
             handle.compare()
     first.restore()
     with pytest.raises(TypeError, match="missing 1 required positional argument"):

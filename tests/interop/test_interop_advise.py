@@ -252,6 +252,7 @@ def test_what_is_no_diffusion_transformer_is_said(
     (tmp_path / "transformer").mkdir()
     for config, message in (
         ('{"_class_name": "Nothing"}', "_class_name must be a model of diffusers"),
+        ('{"_class_name": "DDIMScheduler"}', "must be a model of diffusers, got 'DDIMScheduler'"),
         ("[]", "holds no object"), ("", "config.json is no configuration of a model: Expecting"),
         ('{"_class_name": "UNet2DConditionModel", "block_out_channels": [32, 64, 64, 64]}',
          "UNet2DConditionModel is a U-Net, whose levels have different numbers of tokens"),

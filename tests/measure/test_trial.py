@@ -90,8 +90,9 @@ def test_a_record_is_gone_on_with_and_no_other_is(tmp_path: Path) -> None:
     assert trial.read(path, WHAT) == trial.new(WHAT)
     path.write_text(trial.text(record()))
     assert trial.read(path, WHAT) == record()
-    with pytest.raises(ValueError, match="is the record of another comparison"):
-        trial.read(path, {"model": "WanPipeline"})
+    for what, name in (({"model": "WanPipeline"}, "model"), ({}, "entries")):
+        with pytest.raises(ValueError, match=f"record of another comparison, by its {name}: give"):
+            trial.read(path, what)
     native = record()["ways"]["native"]
     damaged: list[dict[str, Any]] = [
         {"experiment": "ladder"}, {"ways": []}, {"pictures": None}, {"ways": {"native": {}}},

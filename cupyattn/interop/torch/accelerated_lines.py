@@ -56,8 +56,14 @@ def replaced_of(parts: Sequence[Part], attention: Any) -> set[str]:
 
 
 def _compiled(parts: Sequence[Part], request: Request) -> str:
-    done = [part.compiled.said() for part in parts if part.compiled is not None]
-    return "; ".join(dict.fromkeys(done)) or (
+    done: dict[str, list[str]] = {}  # names of models by text
+    for part in parts:
+        if part.compiled is not None:
+            done.setdefault(part.compiled.said(), []).append(part.prefix.removesuffix("."))
+    said_of = [
+        f"{' and '.join(names)}: {text}" if len(parts) > 1 else text for text, names in done.items()
+    ]
+    return "; ".join(said_of) or (
         "not compiled" if not request.compile else "not compiled, since nothing was replaced"
     )
 

@@ -165,8 +165,9 @@ class Part:
 def part_of(prefix: str, model: nn.Module) -> Part:
     """Return a model before any replacement."""
     model = uncompiled(model)
-    layers = (*linear_layers(model), *int8_layers(model))
-    width = usual_width(layer.in_features for _, layer, *_ in layers)
+    layers = [layer for _, layer, _ in linear_layers(model)]
+    layers += [layer for _, layer in int8_layers(model)]
+    width = usual_width(layer.in_features for layer in layers)
     known = nearest(type(model).__name__, width)
     where = device_of_hooks(model) or next(
         (p.device for p in model.parameters()), torch.device("cpu")

@@ -164,11 +164,13 @@ class Accelerated(Handle):
             found = (layer_of(module) for model in models for module in model.modules())
             mine = () if attention is None else attention._handle_layers
             modules = sum(one is not None and all(one is not x for x in mine) for one in found)
-        if layers or modules:
+        others = [counted(layers, "linear layer")] if layers else []
+        others += [counted(modules, "attention module")] if modules else []
+        if others:
             raise ValueError(
-                f"another handle made {counted(layers, 'linear layer')} INT8 and replaced "
-                f"{counted(modules, 'attention module')} of the same models, whose gain would "
-                "count as this one's: restore() that handle, or accelerate all at once, again=True"
+                f"another handle replaced {' and '.join(others)} of the same models, whose gain "
+                "would count as this one's: restore() that handle, or accelerate all at once, "
+                "again=True"
             )
 
     def save(
