@@ -37,9 +37,9 @@ _SHOWN_LATENTS = 8
 LEAST_ROUNDS = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """Measurements of `compare` on an accelerated pipeline.
+    """Measurements of `compare` on an accelerated pipeline, shown as a table with verdicts.
 
     Parameters
     ----------
@@ -143,6 +143,9 @@ class Comparison:
         lines = [self.record["what"]["model"], align([header, *rows]), *self.latents()]
         lines += self.verdicts().values()
         return "\n".join(printable(line) for text in lines for line in text.split("\n"))
+
+    def __repr__(self) -> str:
+        return str(self)  # in a notebook: the fields have whole pictures
 
     def page(self) -> str:
         """Return one page of HTML with pictures side by side, without external files."""

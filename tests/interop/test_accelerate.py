@@ -114,6 +114,7 @@ def test_five_lines_say_what_was_done_and_what_was_not(capsys: pytest.CaptureFix
     assert "compare(...)" in lines[3]
     kept = "less accurate (1 embedding, 3 modulation, 4 time, 1 final)"
     assert lines[4] == f"left native: linear layers that INT8 would make {kept}"
+    assert repr(handle.report()) == str(handle.report())
     assert str(handle.report()).splitlines()[:5] == lines
     interop.accelerate(handle, again=True, **EAGER)
     assert not capsys.readouterr().out

@@ -52,6 +52,7 @@ def test_each_part_has_a_verdict() -> None:
 
 def test_the_text_has_times_memory_and_quality() -> None:
     text = str(Comparison(record()))
+    assert repr(Comparison(record())) == text  # as a notebook shows it
     layers = next(line for line in text.splitlines() if line.startswith("linear layers  "))
     assert layers.split() == [
         "linear", "layers", "512", "ms", "2.00", "[2.00,", "2.00]", "3", "s", "1.0", "GiB", "2.0",

@@ -42,9 +42,9 @@ from cupyattn.measure.words import counted, printable
 _INTERCEPTION = "cupyattn.interop.diffusers.interception"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Acceleration:
-    """The work of `accelerate`, and the calls since.
+    """The work of `accelerate`, and the calls since, shown line by line.
 
     Parameters
     ----------
@@ -68,6 +68,9 @@ class Acceleration:
         found = [*self.lines, *scales, *(f"{name}: {what}" for name, what in self.layers.items())]
         found += [] if self.attention is None else [str(self.attention)]
         return "\n".join(found)
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 class Accelerated(Handle):
