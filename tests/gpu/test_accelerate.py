@@ -60,7 +60,7 @@ def test_accelerated_and_back_to_the_bit(how: str) -> None:
     assert handle.report().attention.layers[0].compiled == ("balanced",)
     if how == "graphs":
         (part,) = handle._handle_parts
-        graph = part.compiled.graph
+        graph = part.compiled.code.graph
         assert len(graph._graphs) == 1 and not graph.reasons
         assert torch.equal(run(handle), found)  # replays read other arguments in between
         assert not torch.equal(run(handle, 1), found) and torch.equal(run(handle), found)

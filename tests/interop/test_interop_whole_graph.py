@@ -144,7 +144,7 @@ def test_weights_that_moved_are_not_read_where_they_were(model: Model) -> None:
     model.inner.weight.data = torch.zeros(4, 4)
     x = torch.randn(2, 4)
     assert torch.equal(model(x)["sample"], model.inner.bias.expand(2, 4))
-    assert graph.reasons["weights or layers that were moved since"] == 1
+    assert graph.reasons["weights or layers that were moved or replaced since"] == 1
     model(x)
     assert record.recorded == 2  # for where they are now
 
@@ -159,6 +159,32 @@ def test_a_layer_that_another_took_the_place_of_is_not_run(model: Model) -> None
     for _ in range(3):
         assert torch.equal(model(x)["sample"], model.inner(x))
     assert record.recorded == 2
+
+
+class Scaled(nn.Linear):
+    """A layer whose code is another, as a replaced attention module's is."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * vars(self)["_int8_layer"]
+
+
+def test_code_that_was_replaced_in_place_is_not_replayed(model: Model) -> None:
+    """As by a second handle, which replaces or restores attention of the model."""
+    pytest.importorskip("diffusers")
+    from cupyattn.interop.diffusers import interception
+
+    assert interception.ATTRIBUTE == "_int8_layer"
+    record = Recorder()
+    graph = WholeGraph(model, record)
+    x = torch.randn(2, 4)
+    for recorded, (cls, factor) in enumerate(((Scaled, 0.25), (Scaled, 0.5), (nn.Linear, 0.5)), 1):
+        for _ in range(4):
+            model(x)
+        assert record.recorded == recorded
+        model.inner.__class__ = cls
+        setattr(model.inner, interception.ATTRIBUTE, factor)
+        assert torch.equal(model(x)["sample"], model.inner(x))
+    assert graph.reasons["weights or layers that were moved or replaced since"] == 3
 
 
 def test_a_pass_that_waits_for_the_device_runs_without_a_graph(model: Model) -> None:

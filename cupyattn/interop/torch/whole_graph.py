@@ -31,6 +31,8 @@ CALLS_BEFORE = 2
 #: Types of values other than tensors that identify a form.
 _VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
+#: The attribute of a replaced attention module that holds its layer; its class is another, too.
+_LAYER = "_int8_layer"
 #: Reason that torch gives if a caller compiles the whole model with ``fullgraph=True``.
 _NOT_TRACED = "accelerate(..., compile='graphs') runs this pass: compile with compile='blocks' only"
 
@@ -38,13 +40,14 @@ Form = tuple[Any, ...]
 
 
 class _Recorded(NamedTuple):
-    """A recorded pass, the tensors from which it reads its arguments, and its result."""
+    """A recorded pass, its arguments and result, and the parts of the model that it ran."""
 
     graph: Any
     arguments: list[Tensor]
     result: Any
     addresses: list[tuple[dict[str, Any], str, int]]
-    parts: list[tuple[dict[str, Any], str, nn.Module]]
+    parts: list[tuple[dict[str, Any], str, nn.Module, type[nn.Module]]]
+    attention: list[tuple[dict[str, Any], Any]]
 
 
 class WholeGraph:
@@ -98,7 +101,7 @@ class WholeGraph:
         recorded = None if reason else self._graphs[form]
         if recorded is not None and not _in_place(recorded):
             del self._graphs[form]
-            recorded, reason = None, "weights or layers that were moved since"
+            recorded, reason = None, "weights or layers that were moved or replaced since"
         if recorded is None:
             self._say(reason or "a pass that cannot be recorded")
             return self._forward(*args, **kwargs)
@@ -143,11 +146,12 @@ class WholeGraph:
             for name, x in home[kind].items() if x is not None
         ]  # fmt: skip
         parts = [
-            (home["_modules"], name, part)
+            (home["_modules"], name, part, type(part))
             for home in homes for name, part in home["_modules"].items() if part is not None
         ]  # fmt: skip
+        attention = [(home, home[_LAYER]) for home in homes if _LAYER in home]
         arguments = [x for x in own if isinstance(x, Tensor)]
-        return _Recorded(graph, arguments, result, addresses, parts)
+        return _Recorded(graph, arguments, result, addresses, parts, attention)
 
     def _say(self, reason: str) -> None:
         self.reasons[reason] += 1
@@ -168,10 +172,14 @@ def _form_of(leaves: Sequence[Any], structure: Any) -> Form:
 
 
 def _in_place(recorded: _Recorded) -> bool:
-    """Whether layers, parameters and buffers are still where a graph reads them."""
-    return all(home.get(name) is part for home, name, part in recorded.parts) and all(
-        (x := home.get(name)) is not None and x.data_ptr() == address
-        for home, name, address in recorded.addresses
+    """Whether layers run the same code, with parameters and buffers where a graph reads them."""
+    return (
+        all(home.get(name) is x and type(x) is cls for home, name, x, cls in recorded.parts)
+        and all(home.get(_LAYER) is layer for home, layer in recorded.attention)
+        and all(
+            (x := home.get(name)) is not None and x.data_ptr() == address
+            for home, name, address in recorded.addresses
+        )
     )
 
 
