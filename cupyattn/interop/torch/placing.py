@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -61,16 +62,17 @@ def place_layers(
             keep_original(layer, call, name, linear, shared=owners[id(linear.weight)] > 0)
             replaced[name] = why
             del linear
-    except BaseException as error:
+    except BaseException:
         for parent, key, linear, device in undo:
             parent._modules[key] = linear
             linear.weight.data = linear.weight.data.to(device)
         if dropped and replaced:
             guard(model)
-            error.add_note(
+            warnings.warn(
                 f"{len(replaced)} layers of the model are INT8, and their originals dropped: make "
-                "it again, or use originals='cpu', which lets a failed call be undone"
-            )
+                "it again, or use originals='cpu', which lets a failed call be undone",
+                UserWarning, stacklevel=3,
+            )  # fmt: skip
         raise
     return replaced, kept
 
