@@ -214,6 +214,11 @@ class Described:
             return self._copied("gathered", *shape, shape=shape)
         return self._after("reshape", *shape, shape=shape, strides=strides)
 
+    def in_rows_of(self, width: int) -> Described:
+        """Describe the view of an array in C order as rows of so many elements."""
+        shape = (self.size // width, width)
+        return self._after("reshape", *shape, shape=shape, strides=_c_order(shape, self.itemsize))
+
     def readable(self) -> Described:
         """Describe it, or an aligned copy if its elements are misaligned."""
         return self if self.is_aligned else self._copied("aligned")

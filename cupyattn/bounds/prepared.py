@@ -10,7 +10,7 @@ from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import FINITE_MAX, Array, array_namespace, as_float64
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U
-from cupyattn.problem.row_preparation import Preparation, Rope
+from cupyattn.problem.row_preparation import Norm, Preparation, Rope
 from cupyattn.quant.rotation import rotated
 
 
@@ -68,7 +68,8 @@ def preparation(
     -----
     A mean square of D numbers meets ``n = 6 + ceil(log2(D / 2))`` roundings, underflow included,
     its root's inverse :math:`(1 - γ_n)^{-1/2}(1 + u)/(1 - u)`, and the two products
-    :math:`(1 + u)^2`. The resulting error is turned with the numbers. docs/MATH_REFERENCE.md [L13].
+    :math:`(1 + u)^2`. That of all heads of a token meets one more for each head. The resulting
+    error is turned with the numbers. docs/MATH_REFERENCE.md [L13].
     A Hadamard matrix of D adds D numbers in :math:`\log_2 D` levels of butterflies and multiplies
     by a rounded unit: with e the error before and :math:`n = 2 + \log_2 D`,
     :math:`(γ_n ‖x‖_1 + (1 + γ_n) ‖e‖_1) / \sqrt D`.
@@ -79,7 +80,7 @@ def preparation(
         exact, error = as_float64(x), xp.zeros(x.shape)
         if how.norm is not None:
             weight = as_float64((how.norm.q_weight, how.norm.k_weight)[i])[:, None]
-            exact, error = _normalised(exact, weight, how.norm.eps)
+            exact, error = _normalised(exact, weight, how.norm)
         if how.rope is not None:
             exact, error = turned_errors(exact, error, how.rope, how.rope.offset_q if i == 0 else 0)
         if how.rotate:
@@ -88,26 +89,31 @@ def preparation(
     return found[0], found[1]
 
 
-def mean_roundings(head_dim: int) -> int:
-    """Return how many roundings the mean square of a row meets, underflow included."""
-    return 6 + math.ceil(math.log2(head_dim / 2))
+def mean_roundings(head_dim: int, heads: int = 0) -> int:
+    """Return how many roundings the mean square of a row meets, underflow included.
+
+    With `heads`, of the rows of so many heads together.
+    """
+    return 6 + math.ceil(math.log2(head_dim / 2)) + heads
 
 
-def factor_error(head_dim: int) -> float:
+def factor_error(head_dim: int, heads: int = 0) -> float:
     """Return the relative error of a row's factor, the inverse of its root mean square."""
-    relative: float = (1 - gamma(mean_roundings(head_dim), U)) ** -0.5 * (1 + U) / (1 - U) - 1
+    roundings = gamma(mean_roundings(head_dim, heads), U)
+    relative: float = (1 - roundings) ** -0.5 * (1 + U) / (1 - U) - 1
     return relative
 
 
-def _normalised(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def _normalised(x: Array, weight: Array, norm: Norm) -> tuple[Array, Array]:
     """Return rows normalised exactly, and the error of the same in float32."""
-    xp, head_dim = array_namespace(x), x.shape[-1]
+    xp, head_dim, heads = array_namespace(x), x.shape[-1], x.shape[1] if norm.by_token else 0
     with np.errstate(invalid="ignore"):
-        squares = (x * x).sum(axis=-1, keepdims=True)
-        exact = x / np.sqrt(squares / head_dim + eps) * weight
-    roundings = gamma(mean_roundings(head_dim), U)
-    relative = (1 + factor_error(head_dim)) * (1 + U) ** 2 - 1
+        mean = norm.mean_square(x)
+        exact = x / np.sqrt(mean + norm.eps) * weight
+    roundings = gamma(mean_roundings(head_dim, heads), U)
+    relative = (1 + factor_error(head_dim, heads)) * (1 + U) ** 2 - 1
     error = relative * xp.abs(exact) + 2.0**-149 * (1 + xp.abs(weight))
+    squares = mean * (head_dim * max(heads, 1))
     fits = squares * (1 + roundings) * REFERENCE <= MAX_FLOAT
     return exact, xp.where(fits, error, xp.inf)
 

@@ -487,8 +487,7 @@ class Int8Attention:
             keys = self._pruned(q, k, v, step, settings)
         if branches == guidance.BRANCHES and extras["qk_norm"] is not None:
             of_q, of_k = extras["qk_norm"]
-            of_q = guidance.repeat_heads(of_q, 0) if of_q.ndim == 2 else of_q
-            extras = {**extras, "qk_norm": (of_q, of_k)}
+            extras = {**extras, "qk_norm": (guidance.repeat_weights(of_q, q.shape[3]), of_k)}
         options |= extras
 
         def run(**form: Any) -> Array:

@@ -14,7 +14,9 @@ import numpy as np
 
 from cupyattn.arrays.interchange import is_cupy, operand
 from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.errors import UnsupportedError
 from cupyattn.problem.block_mask import BlockMask
+from cupyattn.problem.row_preparation import is_of_token
 
 #: Conditional and unconditional.
 BRANCHES = 2
@@ -82,6 +84,23 @@ def split_branches(o: Array) -> tuple[Array, Array]:
 def repeat_heads(array: Array, axis: int) -> Array:
     """Give every head of an array twice, for its two branches; one for all heads stays one."""
     return array if array.shape[axis] == 1 else array.repeat(BRANCHES, axis=axis)
+
+
+def repeat_weights(weight: Array, head_dim: int) -> Array:
+    """Return weights of a norm of queries for both branches, stacked as heads.
+
+    Raises
+    ------
+    UnsupportedError
+        For weights that normalise all heads of a token together: a branch has half of the heads.
+    """
+    if is_of_token(weight, head_dim):
+        raise UnsupportedError(
+            "queries of both branches share keys as heads of one call, so qk_norm takes weights "
+            f"(head_dim,) or (heads, head_dim), got {tuple(weight.shape)}: give k and v of both "
+            "branches, or normalise q and k before the call"
+        )
+    return repeat_heads(weight, 0) if weight.ndim == 2 else weight
 
 
 @functools.lru_cache(maxsize=16)

@@ -204,4 +204,7 @@ def _preparation(received: Sequence[Array], options: dict[str, Any]) -> Preparat
         return None
     _, q, k, *_ = received
     sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
-    return Preparation.of_arrays(own, sizes)
+    found = Preparation.of_arrays(own, sizes)
+    if found is not None:
+        found.check_differentiable()
+    return found

@@ -94,7 +94,7 @@ def back_mirror(how: Preparation, q: Array, k: Array, dq: Array, dk: Array) -> B
         found, of_weights = [], []
         for x, dy, weight in ((q, dq, norm.q_weight), (k, dk, norm.k_weight)):
             x = x.astype(np.float32)
-            factor = how.norm_factor(x, norm.eps)  # R14
+            factor = how.norm_factor(x, norm)  # R14
             unit, a = x * factor, dy * by_head(weight)  # R14
             along = unit * how.mean_of_products(a, unit)  # R14
             found.append((factor * (a - along)).astype(dtype))  # R14

@@ -10,6 +10,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 #: number for each pair; with `BY_COLUMN` behind, one for each column.
 BY_COLUMN = "_by_column"
 ROPE_PAIRS = ("half_split", "interleaved", "half_split_by_column", "interleaved_by_column")
+#: Norms of rows of Q and K: none, of each row, or of the rows of all heads of a token.
+QK_NORMS = ("", "head", "token")
 #: Types of P as an operand of P.V: numbers of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3", "16bit")
 #: Kinds of masks and biases in Hopper forms, in the order of MaskKind and BiasKind.
@@ -75,8 +77,8 @@ class Features:
         Type of P if V is codes; "" otherwise.
     zero_points : bool
         Codes have zero points, one with each scale.
-    qk_norm : bool
-        Rows of Q and K are divided by their root mean square.
+    qk_norm : str
+        The norm of rows of Q and K, of `QK_NORMS`.
     qk_rotate : bool
         Rows of Q and K are multiplied by a Hadamard matrix.
     quantize_q : bool
@@ -112,7 +114,7 @@ class Features:
     group_v: int = 0
     p_type: str = ""
     zero_points: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
     qk_rotate: bool = False
     stacked: bool = False
     quantize_q: bool = False
@@ -127,6 +129,8 @@ class Features:
             raise ValueError(f"features.bias must be '' or one of {DTYPES}, got {self.bias!r}")
         if self.rope not in ("", *ROPE_PAIRS):
             raise ValueError(f"features.rope must be '' or one of {ROPE_PAIRS}, got {self.rope!r}")
+        if self.qk_norm not in QK_NORMS:
+            raise ValueError(f"features.qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}")
         if self.p_type not in P_TYPES:
             raise ValueError(f"features.p_type must be one of {P_TYPES}, got {self.p_type!r}")
         if not 1 <= self.head_dim <= 256:
@@ -139,7 +143,7 @@ class Features:
     def defines(self) -> dict[str, int]:
         """Return the ``CFG_*`` macros that carry these features to ``prims/config.cuh``."""
         # Only some kernels have these features; others do not name them.
-        added = {"CFG_QK_NORM": 1} if self.qk_norm else {}
+        added = {"CFG_QK_NORM": QK_NORMS.index(self.qk_norm)} if self.qk_norm else {}
         added |= {"CFG_QK_ROTATE": 1} if self.qk_rotate else {}
         added |= {"CFG_STACKED": 1} if self.stacked else {}
         added |= {"CFG_QUANTIZE_Q": 1} if self.quantize_q else {}

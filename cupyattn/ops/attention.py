@@ -117,7 +117,9 @@ def attention(
         Weights of Q and of K, ``(head_dim,)`` or ``(heads, head_dim)``, in float32, float16 or
         bfloat16. Rows of Q and K are divided by their root mean square and multiplied by these
         weights, before `rope` (`cupyattn.problem.row_preparation.Preparation`). ``fa_int8`` does
-        both while it quantises, without a rounding to 16 bits between.
+        both while it quantises, without a rounding to 16 bits between. Weights
+        ``(heads * head_dim,)`` divide the rows of all heads of a token by their common root mean
+        square, as models do that normalise before they split heads. They have no gradients.
     qk_norm_eps : float
         Added to the mean square.
     block_mask : BlockMask, optional

@@ -378,6 +378,7 @@ class _Backward(Operation):
             operands["kept_rows"] = arrays["kept_rows"]
         prepared = forward.preparation
         if prepared is not None:
+            prepared.check_differentiable()
             operands |= prepared.buffers
         if prepared is not None and prepared.rope is not None:
             operands[SIN_BACK] = prepared.rope.back.sin

@@ -1,4 +1,4 @@
-"""Plan the launch of kernels_cu/prepare/rope.cu or normalise.cu for an operand: pure data."""
+"""Plan kernels_cu/prepare/rope.cu, normalise.cu or token_factors.cu for an operand: pure data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.records import Launch, Plan
-from cupyattn.plans.structs import NORM_PARAMS, ROPE_PARAMS
+from cupyattn.plans.records import Launch, Plan, Workspace
+from cupyattn.plans.structs import NORM_PARAMS, ROPE_PARAMS, TOKEN_FACTOR_PARAMS
 from cupyattn.problem.row_preparation import Preparation
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
+#: Tokens of a block of ``token_factors.cu``: as many as its threads take in a few passes.
+_TOKEN_TILES = Tiles(block_q=32, block_kv=1, num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Prepares:
         Added to the mean square of a row.
     rotate : bool
         Rows are multiplied by a Hadamard matrix at the end.
+    by_token : bool
+        Rows are normalised by the root mean square of all heads of a token.
     """
 
     name: str
@@ -47,11 +51,24 @@ class Prepares:
     vectors: int = 0
     eps: float = 0.0
     rotate: bool = False
+    by_token: bool = False
+
+    @property
+    def norm(self) -> str:
+        """The norm of rows (`Features.qk_norm`)."""
+        if not self.vectors:
+            return ""
+        return "token" if self.by_token else "head"
 
     @property
     def features(self) -> dict[str, Any]:
         """Its fields of `Features`."""
-        return {"rope": self.rope, "qk_norm": self.vectors > 0, "qk_rotate": self.rotate}
+        return {"rope": self.rope, "qk_norm": self.norm, "qk_rotate": self.rotate}
+
+    @property
+    def token_factor(self) -> str | None:
+        """The buffer of factors of tokens, which `token_factors` computes; None if not needed."""
+        return f"{self.name}_token_factor" if self.by_token else None
 
     def params(self, head_dim: int) -> dict[str, Any]:
         """The fields `cupyattn.plans.structs.PREPARE_PARAMS`."""
@@ -59,8 +76,55 @@ class Prepares:
             "cos": "rope_cos" if self.rope else None, "sin": "rope_sin" if self.rope else None,
             "weight": f"{self.name}_norm_weight" if self.vectors else None,
             "weight_stride_head": head_dim if self.vectors > 1 else 0,
+            "token_factor": self.token_factor,
             "eps": self.eps, "position": self.position,
         }  # fmt: skip
+
+
+def token_factors(
+    x: Operand, dtype: str, how: Prepares, buffer: str
+) -> tuple[tuple[Launch, ...], tuple[Workspace, ...]]:
+    """Plan the factors that normalise the rows of all heads of a token.
+
+    Parameters
+    ----------
+    x : Operand
+        As for `plan_preparation`, not empty.
+    dtype : {"float16", "bfloat16", "float32"}
+    how : Prepares
+    buffer : str
+        The buffer of x.
+
+    Returns
+    -------
+    launches : tuple of Launch
+        None or one, which writes the buffer `Prepares.token_factor`.
+    workspace : tuple of Workspace
+        That buffer.
+
+    Raises
+    ------
+    UnsupportedError
+        If the grid would be too large.
+    """
+    if how.token_factor is None:
+        return (), ()
+    batch, heads, length, head_dim = x.shape
+    features = Features(dtype, head_dim, vec=widest(x), qk_norm=how.norm)
+    chunks = -(-length // _TOKEN_TILES.block_q)
+    grid = check_grid(f"normalising {x.shape}", batch, chunks)
+    spec = ModuleSpec.of(
+        "prepare/token_factors.cu", _TOKEN_TILES.defines(), features.defines()
+    )
+    params = {
+        "X": buffer, "factor": how.token_factor, "X_stride": x.row_strides, "heads": heads,
+        "length": length, "eps": how.eps,
+    }  # fmt: skip
+    launch = Launch(
+        spec, "token_factors", grid, _TOKEN_TILES.num_threads, False,
+        ((TOKEN_FACTOR_PARAMS, params),),
+    )  # fmt: skip
+    return (launch,), (Workspace(how.token_factor, (batch, length), "float32"),)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,8 +174,9 @@ def plan_preparation(
         **own, "X": "x", "Y": "turned", "X_stride": x.row_strides, "heads": heads,
         "length": length, "cu_seqlens": "cu_seqlens" if packed else None, "total": total,
     }  # fmt: skip
+    first, workspace = token_factors(x, dtype, how, "x")
     launch = Launch(spec, name, grid, _TILES.num_threads, False, ((struct, params),))
-    return Plan(name, "portable", _TILES, features, (launch,))
+    return Plan(name, "portable", _TILES, features, (*first, launch), workspace)
 
 
 def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
@@ -123,5 +188,6 @@ def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
     for i, name in enumerate("qk"):
         turning = ("", 0) if rope is None else (rope.pairs, 0 if i else rope.offset_q)
         normalising = (0, 0.0) if norm is None else (norm.vectors[i], norm.eps)
-        found[name] = Prepares(name, *turning, *normalising, preparation.rotate)
+        by_token = norm is not None and norm.by_token
+        found[name] = Prepares(name, *turning, *normalising, preparation.rotate, by_token)
     return found

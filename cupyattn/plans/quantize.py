@@ -13,7 +13,7 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
-from cupyattn.plans.prepare_rows import Prepares
+from cupyattn.plans.prepare_rows import Prepares, token_factors
 from cupyattn.plans.quantize_blocks import Blocks
 from cupyattn.plans.records import Launch, Plan, Workspace
 from cupyattn.plans.structs import PREPARED_QUANTIZE_PARAMS, QUANTIZE_PARAMS, TURN_PARAMS
@@ -207,7 +207,7 @@ def plan_quantize(
     One launch is enough: blocks whose codes depend on a mean, or on the range of a whole head,
     wait for it. A second launch is needed if groups span blocks without being a head. It is also
     needed if the whole array has one scale, or if tiles have an unusual size. With a mean, these
-    need a third launch.
+    need a third launch. Norms of all heads of a token need one more before, for each operand.
 
     Parameters
     ----------
@@ -243,7 +243,12 @@ def plan_quantize(
     features = Features(dtype, blocks.head_dim, vec=blocks.vec, varlen=packed, padded=padded)
     tiles = Tiles(1, 1, blocks.num_warps)
     steps, first = _shared_out(work)
-    launches = []
+    before = [
+        token_factors(one.part.x, dtype, one.part.prepares, name)
+        for name, one in work.items()
+        if one.part.prepares
+    ]
+    launches = [launch for some, _ in before for launch in some]
     for now in steps:
         of_now = {name: work[name] for name in now}
         # The work on slices depends neither on groups nor on codes.
@@ -256,7 +261,7 @@ def plan_quantize(
         turns = _Turns.of(of_now, now, first)
         launches.append(_launch(of_now, turns, tiles, defines, makes_codes=now is steps[-1]))
     note = "; ".join(f"{name}: {', then '.join(one.steps)}" for name, one in work.items())
-    workspace = _workspace(work, first)
+    workspace = (*_workspace(work, first), *(w for _, some in before for w in some))
     return Plan("quantize", "portable", tiles, features, tuple(launches), workspace, note)
 
 
@@ -305,7 +310,7 @@ def _features_of(
         before, group_q=of_groups.get("q", 0), group_kv=of_groups.get("k", 0),
         group_v=of_groups.get("v", 0), p_type=p_type if "v" in coded else "",
         zero_points=any(one.part.zero_points for one in coded.values()),
-        **(how.features if how else {"rope": "", "qk_norm": False, "qk_rotate": False}),
+        **(how.features if how else {"rope": "", "qk_norm": "", "qk_rotate": False}),
     )  # fmt: skip
 
 

@@ -121,8 +121,14 @@ ROPE_PARAMS = _struct([
 
 #: ``struct PrepareParams<true>`` of kernels_cu/prims/io/prepare.cuh.
 PREPARE_PARAMS = _struct([
-    ("cos", "u8"), ("sin", "u8"), ("weight", "u8"), ("weight_stride_head", "i8"), ("eps", "f4"),
-    ("position", "i4"),
+    ("cos", "u8"), ("sin", "u8"), ("weight", "u8"), ("token_factor", "u8"),
+    ("weight_stride_head", "i8"), ("eps", "f4"), ("position", "i4"),
+])  # fmt: skip
+
+#: ``struct TokenFactorParams`` of kernels_cu/prims/io/prepare.cuh.
+TOKEN_FACTOR_PARAMS = _struct([
+    ("X", "u8"), ("factor", "u8"), ("X_stride", "i8", 3), ("heads", "i4"), ("length", "i4"),
+    ("eps", "f4"),
 ])  # fmt: skip
 
 #: ``struct NormParams`` of kernels_cu/prims/io/prepare.cuh.

@@ -238,11 +238,14 @@ class Norm:
         Factors of the channels, for each head or for all. Contiguous, aligned to 16 bytes.
     eps : float
         Added to the mean square of a row; a float32.
+    by_token : bool
+        The mean square is that of the rows of all heads of a token. Weights are then of each head.
     """
 
     q_weight: Any
     k_weight: Any
     eps: float
+    by_token: bool = False
 
     @classmethod
     def of(cls, qk_norm: Any, eps: Any, heads: int, heads_kv: int, head_dim: int) -> Norm | None:
@@ -251,8 +254,8 @@ class Norm:
         Parameters
         ----------
         qk_norm : (Described, Described) or None
-            Weights of Q and of K, (head_dim,) or (heads, head_dim), in float16, bfloat16 or
-            float32, of one kind: NumPy's or CuPy's.
+            Weights of Q and of K, (head_dim,), (heads, head_dim) or (heads * head_dim,), in
+            float16, bfloat16 or float32, of one kind: NumPy's or CuPy's.
         eps : float
         heads, heads_kv, head_dim : int
 
@@ -261,8 +264,8 @@ class Norm:
         TypeError
             For weights that are no such arrays.
         ValueError
-            For an odd head_dim, weights of another shape, or an `eps` that is no finite number from
-            2^-126 up.
+            For an odd head_dim, weights of another shape, weights of a token beside weights of a
+            head, or an `eps` that is no finite number from 2^-126 up.
         """
         check_eps("qk_norm_eps", eps)
         if qk_norm is None:
@@ -276,25 +279,39 @@ class Norm:
             raise ValueError(
                 f"qk_norm takes an even head_dim, got {head_dim}: normalise q and k before the call"
             )
-        laid = []
+        laid, by_token = [], set()
         for name, weight, count in zip("qk", qk_norm, (heads, heads_kv), strict=True):
             if weight.dtype not in STORAGE.values():
                 raise TypeError(
                     f"{name}_weight of qk_norm must be one of {', '.join(DTYPES)}, got "
                     f"{weight.dtype}"
                 )
-            if weight.shape not in ((head_dim,), (count, head_dim)):
+            if weight.shape not in ((head_dim,), (count, head_dim), (count * head_dim,)):
                 raise ValueError(
-                    f"{name}_weight of qk_norm must have shape ({head_dim},) or "
-                    f"({count}, {head_dim}), got {tuple(weight.shape)}"
+                    f"{name}_weight of qk_norm must have shape ({head_dim},), "
+                    f"({count}, {head_dim}) or ({count * head_dim},), got {tuple(weight.shape)}"
                 )
-            laid.append(aligned_table(weight if weight.ndim == 2 else weight.front()))
-        return cls(laid[0], laid[1], float(np.float32(eps)))
+            laid.append(aligned_table(weight).in_rows_of(head_dim))
+            if count > 1:  # otherwise a token has one row
+                by_token.add(is_of_token(weight, head_dim))
+        if len(by_token) > 1:
+            shapes = " and ".join(str(tuple(weight.shape)) for weight in qk_norm)
+            raise ValueError(
+                "q_weight and k_weight of qk_norm must both have a number for each channel of all "
+                f"heads, ({heads * head_dim},) and ({heads_kv * head_dim},), or neither, got "
+                f"{shapes}: normalise q or k before the call"
+            )
+        return cls(laid[0], laid[1], float(np.float32(eps)), True in by_token)
 
     @property
     def vectors(self) -> tuple[int, int]:
         """Number of weight vectors of Q, and of K."""
         return int(self.q_weight.shape[0]), int(self.k_weight.shape[0])
+
+    def mean_square(self, x: Array) -> Array:
+        """Return the mean square that normalises each row, in the type of x, without `eps`."""
+        return (x * x).mean(axis=(1, 3) if self.by_token else 3, keepdims=True)
+
 
 
 @dataclass(frozen=True)
@@ -378,6 +395,16 @@ class Preparation:
         given = zip(BUFFERS, (*tables, *weights), strict=True)
         return {name: a for name, a in given if a is not None}
 
+    @property
+    def by_token(self) -> bool:
+        """Whether the rows of all heads of a token are normalised together."""
+        return self.norm is not None and self.norm.by_token
+
+    def check_differentiable(self) -> None:
+        """Raise UnsupportedError if there are no gradients through the preparation."""
+        if self.by_token:
+            refuse_gradient_of_token()
+
     def in_float32(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K as ``fa_int8`` quantises them: not rounded to their storage type.
 
@@ -401,14 +428,15 @@ class Preparation:
 
         The squares of the two members of a pair are added first; pairs are as in `rope`, or one
         channel of each half. Then neighbouring sums are added, level by level, with zeros past the
-        last. A sum that is not finite makes its row NaN. A rotation is
+        last. A sum that is not finite makes its row NaN. `Norm.by_token`: pairs are one channel of
+        each half. Their sums are first added over heads, in rising order. A rotation is
         `cupyattn.quant.rotation.turned` of whole rows, times the float32 next to
         ``1 / sqrt(head_dim)``.
         """
         q, k = (x.astype(np.float32) for x in (q, k))
         if self.norm is not None:
-            q = self._normalised(q, self.norm.q_weight, self.norm.eps)
-            k = self._normalised(k, self.norm.k_weight, self.norm.eps)
+            q = self._normalised(q, self.norm.q_weight, self.norm)
+            k = self._normalised(k, self.norm.k_weight, self.norm)
         if self.rope is not None:
             q, k = self.rope.turned(q, k)
         return (_rotated(q), _rotated(k)) if self.rotate else (q, k)
@@ -425,7 +453,7 @@ class Preparation:
         if self.norm is not None:
             weights = self.norm.q_weight, self.norm.k_weight
             q, k = (
-                x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + self.norm.eps) * by_head(w)
+                x / np.sqrt(self.norm.mean_square(x) + self.norm.eps) * by_head(w)
                 for x, w in zip((q, k), map(as_float64, weights), strict=True)
             )
         if self.rope is not None:
@@ -438,28 +466,41 @@ class Preparation:
 
         x and y are float32.
         """
-        xp, head_dim = array_namespace(x), x.shape[-1]
         pairing = self.rope or _HALVES
         (first, second), (one, other) = pairing.split(x), pairing.split(y)
-        pairs = first * one + second * other
-        width = 1 << (head_dim // 2 - 1).bit_length()
-        sums = xp.zeros((*x.shape[:-1], width), np.float32)
-        sums[..., : head_dim // 2] = pairs
-        while sums.shape[-1] > 1:
-            sums = sums[..., 0::2] + sums[..., 1::2]
-        return sums / np.float32(head_dim)
+        return _sum_of_neighbours(first * one + second * other) / np.float32(x.shape[-1])
 
-    def norm_factor(self, x: Array, eps: float) -> Array:
+    def norm_factor(self, x: Array, norm: Norm) -> Array:
         """Return r of `in_float32`, (..., 1); x is float32."""
         xp = array_namespace(x)
-        mean = self.mean_of_products(x, x)
+        mean = _mean_of_tokens(x) if norm.by_token else self.mean_of_products(x, x)
         return xp.where(
-            mean < np.inf, np.float32(1) / np.sqrt(mean + np.float32(eps)), np.float32(np.nan)
+            mean < np.inf, np.float32(1) / np.sqrt(mean + np.float32(norm.eps)), np.float32(np.nan)
         )
 
-    def _normalised(self, x: Array, weight: Array, eps: float) -> Array:
+    def _normalised(self, x: Array, weight: Array, norm: Norm) -> Array:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return x * self.norm_factor(x, eps) * by_head(weight)
+            return x * self.norm_factor(x, norm) * by_head(weight)
+
+
+def _mean_of_tokens(x: Array) -> Array:
+    """Return the mean square of the rows of all heads of a token, (batch, 1, length, 1)."""
+    first, second = _HALVES.split(x)
+    pairs = first * first + second * second
+    total = array_namespace(x).zeros_like(pairs[:, :1])
+    for head in range(x.shape[1]):
+        total = total + pairs[:, head : head + 1]
+    return _sum_of_neighbours(total) / np.float32(x.shape[1] * x.shape[3])
+
+
+def _sum_of_neighbours(x: Array) -> Array:
+    """Return sums along the last axis, (..., 1), of neighbours level by level."""
+    count = x.shape[-1]
+    sums = array_namespace(x).zeros((*x.shape[:-1], 1 << (count - 1).bit_length()), np.float32)
+    sums[..., :count] = x
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    return sums
 
 
 def _rotated(x: Array) -> Array:
@@ -476,6 +517,20 @@ def by_head(weight: Array) -> Array:
 
 #: Pairs without rope: one channel of each half.
 _HALVES = Rope(None, None)
+
+
+def is_of_token(weight: Any, head_dim: int) -> bool:
+    """Whether weights of `qk_norm` have a number for each channel of several heads."""
+    return bool(weight.ndim == 1 and weight.shape[0] > head_dim)
+
+
+def refuse_gradient_of_token() -> None:
+    """Raise UnsupportedError for gradients through a norm of all heads of a token."""
+    raise UnsupportedError(
+        "gradients through qk_norm take weights (head_dim,) or (heads, head_dim), got "
+        "(heads * head_dim,), which normalise all heads of a token together: normalise q and k "
+        "before the call"
+    )
 
 
 def check_turned_before(quantized: Any) -> None:

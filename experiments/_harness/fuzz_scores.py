@@ -206,6 +206,7 @@ class Turning:
     interleaved: bool = False
     weights: tuple[np.ndarray, np.ndarray] | None = None
     eps: float = 1e-6
+    by_token: bool = False
 
     @property
     def changes(self) -> bool:
@@ -219,7 +220,7 @@ class Turning:
 
     def _rows(self, x: np.ndarray, weight: np.ndarray | None, start: int) -> np.ndarray:
         if weight is not None:
-            mean = (x * x).mean(-1, keepdims=True)
+            mean = (x * x).mean((-3, -1) if self.by_token else -1, keepdims=True)
             x = x / np.sqrt(mean + self.eps) * weight.reshape(-1, 1, x.shape[-1])
         if self.angles is None:
             return x
@@ -251,9 +252,11 @@ def draw_turning(case: Case, q: tuple[int, ...], k: tuple[int, ...]) -> Turning:
         if dim % 2 == 0:
             made.angles = f64(tables[0]), f64(tables[1])
     if config.chance(0.1) and not odd:
-        kind = case.pick(*DTYPES)
-        weights = tuple((1 + 0.3 * case.rng.standard_normal(case.pick((dim,), (n, dim))))
-                        .astype(DTYPES[kind]) for n in (q[1], k[1]))  # fmt: skip
+        kind, made.by_token = case.pick(*DTYPES), config.chance(0.3)
+        shapes = ((n * dim,) if made.by_token else case.pick((dim,), (n, dim))
+                  for n in (q[1], k[1]))  # fmt: skip
+        weights = tuple((1 + 0.3 * case.rng.standard_normal(shape)).astype(DTYPES[kind])
+                        for shape in shapes)  # fmt: skip
         given["qk_norm"] = tuple(map(case.sent, weights))
         made.weights = f64(weights[0]), f64(weights[1])
     return made

@@ -15,7 +15,9 @@
 #include "prims/io/varlen.cuh"
 #include "prims/instructions/warp.cuh"
 
-static_assert(QK_NORM && HEAD_DIM % 2 == 0, "rows of pairs: HEAD_DIM must be even");
+static_assert(
+    QK_NORM && !NORM_BY_TOKEN && HEAD_DIM % 2 == 0,
+    "backward_normalise takes rows of pairs, each with a norm: HEAD_DIM must be even");
 
 constexpr int ROWS_PER_PASS = NUM_THREADS / PAIR_LANES;
 
@@ -26,7 +28,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_normalise(
   const elem_t* X = block.in_operand(p.X);                                   // [rows, HEAD_DIM]
   const elem_t* dY = block.in_contiguous(static_cast<const elem_t*>(p.dY));  // [rows, HEAD_DIM]
   elem_t* dX = block.in_contiguous(static_cast<elem_t*>(p.Y));               // [rows, HEAD_DIM]
-  const Preparation how(p, block.head, block.row0);
+  const Preparation how(p, block.head, block.row0, block.token0());
   PreparedRow weight, dW = {};
   weight.load(how.weight);
   const int group = thread_id() / PAIR_LANES;

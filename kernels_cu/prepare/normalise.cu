@@ -22,7 +22,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void normalise(
   const BlockRows block(p);
   const elem_t* X = block.in_operand(p.X);                     // [rows, HEAD_DIM]
   elem_t* Y = block.in_contiguous(static_cast<elem_t*>(p.Y));  // [rows, HEAD_DIM]
-  const Preparation how(p, block.head, block.row0);
+  const Preparation how(p, block.head, block.row0, block.token0());
   // The lanes of a warp continue together: past the last row they repeat it.
   for (int done = 0; done < block.rows; done += ROWS_PER_PASS) {
     const int own = done + thread_id() / PAIR_LANES, row = min(own, block.rows - 1);

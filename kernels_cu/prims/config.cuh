@@ -182,14 +182,15 @@ constexpr bool BLOCK_MASK = BLOCK_MASK_KV != 0;
 constexpr bool ROPE = CFG_ROPE != 0;  // Q and K are turned by their positions:
 constexpr bool ROPE_INTERLEAVED = ROPE && CFG_ROPE % 2 == 0;  // pairs of neighbours, not of halves,
 constexpr bool ROPE_BY_COLUMN = CFG_ROPE > 2;                 // by a number for each column
-constexpr bool QK_NORM = CFG_QK_NORM;          // rows of Q and K are divided by their RMS
-constexpr bool QK_ROTATE = CFG_QK_ROTATE;      // and multiplied by a Hadamard matrix
-constexpr bool VARLEN = CFG_VARLEN != 0;       // batch entries have lengths of their own:
-constexpr bool PACKED = CFG_VARLEN == 1;       // sequences packed without padding,
-constexpr bool PADDED = CFG_VARLEN == 2;       // or entries as long as the longest may be
-constexpr bool STACKED = CFG_STACKED;          // heads that share a key head are one
-constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;  // code z stands for 0; each group has its z
-constexpr bool QUANTIZE_Q = CFG_QUANTIZE_Q;    // Q comes as numbers: the kernel makes its codes
+constexpr bool QK_NORM = CFG_QK_NORM != 0;        // rows of Q and K are divided by their RMS,
+constexpr bool NORM_BY_TOKEN = CFG_QK_NORM == 2;  // the heads of a token by one that they share,
+constexpr bool QK_ROTATE = CFG_QK_ROTATE;         // and multiplied by a Hadamard matrix
+constexpr bool VARLEN = CFG_VARLEN != 0;          // batch entries have lengths of their own:
+constexpr bool PACKED = CFG_VARLEN == 1;          // sequences packed without padding,
+constexpr bool PADDED = CFG_VARLEN == 2;          // or entries as long as the longest may be
+constexpr bool STACKED = CFG_STACKED;             // heads that share a key head are one
+constexpr bool ZERO_POINTS = CFG_ZERO_POINTS;     // code z stands for 0; each group has its z
+constexpr bool QUANTIZE_Q = CFG_QUANTIZE_Q;       // Q comes as numbers: the kernel makes its codes
 // Softcap, bias or mask change the scores between both products of a Hopper form, in the units in
 // which its softmax takes them.
 constexpr bool SCORED = CFG_SCORED;

@@ -195,6 +195,11 @@ def test_empty_rows_and_refusals() -> None:
         ca.attention_backward(*inputs, qk_norm=weights[0])
     with pytest.raises(UnsupportedError, match="takes float16 and bfloat16"):
         ca.attention_backward(*(x.astype(np.float32) for x in inputs), **options)
+    of_tokens = {"qk_norm": (np.ones(64, np.float32), np.ones(32, np.float32))}
+    for call in (ca.attention_backward, judge_backward):
+        gradients = (inputs[1:4],) if call is judge_backward else ()
+        with pytest.raises(UnsupportedError, match=r"got \(heads \* head_dim,\), which normalise"):
+            call(*gradients, *inputs, **of_tokens)
     text = ca.explain_backward(*inputs, **options)
     assert "qk_norm: rows of q and k are divided by their root mean square" in text
 

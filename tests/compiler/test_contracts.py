@@ -33,6 +33,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "prepare/rope.cu": Tiles(64, 1, 4),
     "prepare/unpack.cu": Tiles(64, 1, 4),
     "prepare/normalise.cu": Tiles(64, 1, 4),
+    "prepare/token_factors.cu": Tiles(32, 1, 4),
     "backward/backward_normalise.cu": Tiles(64, 1, 4),
     "backward/backward_delta.cu": Tiles(64, 1, 4),
     "backward/backward_coarse.cu": Tiles(64, 1, 4),
@@ -162,7 +163,10 @@ BROKEN = [
         "rope turns pairs of columns: HEAD_DIM must be even",
     ),
     ("prepare/normalise.cu", {"HEAD_DIM": 63, "VEC": 1}, "normalise takes rows of pairs"),
+    ("prepare/token_factors.cu", {"HEAD_DIM": 63, "VEC": 1}, "token_factors takes rows of pairs"),
+    ("prepare/token_factors.cu", {"QK_NORM": 1}, "token_factors takes rows of pairs"),
     ("backward/backward_normalise.cu", {"HEAD_DIM": 63, "VEC": 1}, "rows of pairs"),
+    ("backward/backward_normalise.cu", {"QK_NORM": 2}, "rows of pairs, each with a norm"),
     (
         "backward/backward_delta.cu",
         {"BLOCK_Q": 24},
@@ -487,6 +491,13 @@ TEMPLATES = [
 ]
 
 
+#: What kernels that normalise rows take.
+_NORMS = {
+    "prepare/normalise.cu": "head", "backward/backward_normalise.cu": "head",
+    "prepare/token_factors.cu": "token",
+}  # fmt: skip
+
+
 def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     rope = "half_split" if source == "prepare/rope.cu" else ""
     p_type = {"_pv8.cu": "u8", "_fp8.cu": "e4m3"}.get(source[-7:])
@@ -496,7 +507,7 @@ def spec_of(source: str, changes: dict[str, int]) -> ModuleSpec:
     features: Features | GemmFeatures
     features = Features(
         "float16", 64, vec=8, group_q=16, group_kv=16, rope=rope,
-        qk_norm=source.endswith("normalise.cu"), **values,
+        qk_norm=_NORMS.get(source, ""), **values,
     )  # fmt: skip
     if isinstance(GOOD[source], GemmTiles):
         features = GemmFeatures("float16", 16, 8)

@@ -467,6 +467,22 @@ def test_weights_of_the_layer_normalise_in_every_mode(mode: str) -> None:
         attend(q, k, v, 0, enable_pruning=True)
 
 
+def test_a_norm_of_all_heads_goes_with_keys_of_each_branch() -> None:
+    q, k, v = normal((1, HEADS, 40, HEAD_DIM), (1, 2, 50, HEAD_DIM))
+    rng = np.random.default_rng(3)
+    weights = tuple(rng.uniform(0.5, 2, n * HEAD_DIM).astype(np.float32) for n in (HEADS, 2))
+    attend = ca.Int8Attention(HEADS, HEAD_DIM, 50, qk_norm=weights)
+    o = attend(q, k, v, 0, mode="balanced")
+    quant = attend.quant_config(q, k, 0, mode="balanced")
+    expected = ca.attention(q, k, v, variant="fa_int8", quant=quant, qk_norm=weights)
+    assert bits(o) == bits(expected) and not attend.fallbacks
+    of_each = (np.concatenate((x, x)) for x in (k, v))
+    both = attend.fused_cfg(q, q, *of_each, 0, mode="balanced")
+    assert bits(both[0]) == bits(both[1]) == bits(o)
+    with pytest.raises(ca.UnsupportedError, match=r"got \(64,\): give k and v of both branches"):
+        attend.fused_cfg(q, q, k, v, 0, mode="balanced")
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 

@@ -89,7 +89,8 @@ def test_saved_codes_give_the_bits(tmp_path: Path) -> None:
 
 #: Texts in Inductor's code of small models: their attention has raw rows of q and k.
 RAW = {
-    "Flux": ("rope_interleaved=True", "qk_norm_eps="), "Wan 2.1 14B": ("rope_interleaved=True",),
+    "Flux": ("rope_interleaved=True", "qk_norm_eps="),
+    "Wan 2.1 14B": ("rope_interleaved=True", "qk_norm_eps="),
     "Kandinsky 5 Lite": ("rope_interleaved=True", "qk_norm_eps="),
     "Qwen-Image": ("rope_interleaved=True",),
     "Z-Image": ("rope_interleaved=True", "qk_norm_eps="),

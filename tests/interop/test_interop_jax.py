@@ -88,8 +88,9 @@ def test_jit_has_the_bits_of_the_same_call_on_numpy_arrays(dtype: str) -> None:
         added(),
         {"rope": tuple(map(jnp.asarray, column_tables(LEN_KV, HEAD_DIM)))},
         {"qk_norm": (jnp.ones(HEAD_DIM), jnp.ones((HEADS_KV, HEAD_DIM)))},
+        {"qk_norm": tuple(jnp.ones(n * HEAD_DIM) for n in (HEADS, HEADS_KV))},
     ],
-    ids=["int8", "scores", "blocks", "operands", "columns", "norm"],
+    ids=["int8", "scores", "blocks", "operands", "columns", "norm", "norm of tokens"],
 )
 def test_what_the_arguments_say_is_done(options: dict[str, Any]) -> None:
     q, k, v = operands()

@@ -313,6 +313,24 @@ def test_weights_of_a_norm_get_gradients(compiled: bool) -> None:
     assert weights[0].grad is not None
 
 
+def test_norms_of_all_heads_run_and_refuse_gradients() -> None:
+    inputs = problem("float16")
+    q, k, v = leaves(*inputs)
+    widths = (q.shape[1] * q.shape[3], k.shape[1] * k.shape[3])
+    weights = [np.random.default_rng(3).uniform(0.5, 2, n).astype(np.float32) for n in widths]
+    own = tuple(map(torch.from_numpy, weights))
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return interop.attention(q, k, v, qk_norm=own)
+
+    with torch.no_grad():
+        found, two = attend(q), torch.func.vmap(attend)(torch.stack([q, q]))
+    assert same_bits(found, ca.attention(*inputs, qk_norm=tuple(weights)))
+    assert all(torch.equal(x, found) for x in two)
+    with pytest.raises(ca.UnsupportedError, match="which normalise all heads of a token together"):
+        attend(q)
+
+
 def test_gradients_of_a_bias_alone_of_transforms_and_of_the_drop_in() -> None:
     inputs = problem("float16")
     q, k, v = map(tensor, inputs)

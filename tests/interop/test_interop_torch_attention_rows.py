@@ -17,16 +17,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from experiments._harness import whole_families
 from tests.support.marks import slow
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 epilogues = importlib.import_module("tests.interop.test_interop_torch_epilogues")
 interop = importlib.import_module("cupyattn.interop.torch")
-diffusers = importlib.import_module("cupyattn.interop.diffusers")
 operator = importlib.import_module("cupyattn.interop.diffusers.operator")
-attention_rows = importlib.import_module("cupyattn.interop.torch.attention_rows")
 calls = importlib.import_module("cupyattn.interop.torch.calls")
 embeddings = importlib.import_module("diffusers.models.embeddings")
 normalization = importlib.import_module("diffusers.models.normalization")
@@ -239,6 +236,43 @@ def test_a_norm_of_each_head_is_part_of_attention(kind: str, turned: str) -> Non
     own = {"rope": (given_of(cos), given_of(sin)), "rope_interleaved": interleaved} if rope else {}
     weights = tuple(one.weight for one in norms)
     assert torch.equal(found, expected(q, k, v, qk_norm=weights, qk_norm_eps=1e-5, **own))
+
+
+#: Of the channels of all heads.
+WEIGHTS = tuple(tensors(HEADS * WIDTH, seed=seed) for seed in (5, 6))
+
+
+def of_all_heads(x: Any, weight: Any) -> Any:
+    """As Wan normalises rows before it splits heads."""
+    y = torch.nn.functional.rms_norm(x.flatten(2), weight.shape, weight, eps=1e-5)
+    return y.unflatten(2, (HEADS, WIDTH))
+
+
+@pytest.mark.parametrize("dynamic", [False, *slow([True])])
+@pytest.mark.parametrize("name", ["Wan", "not rotated"])
+def test_a_norm_of_all_heads_is_part_of_attention(name: str, dynamic: bool) -> None:
+    rope = name in FORMS
+    rotate, tables_of, given_of, interleaved = FORMS["Wan"]
+    q, k, v = rows()
+    cos, sin = angles()
+
+    def function(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        q, k = (of_all_heads(x, w) for x, w in zip((q, k), WEIGHTS, strict=True))
+        q, k = (rotate(x, *tables) if rope else x for x in (q, k))
+        return attend(q, k, v.unflatten(2, (HEADS, WIDTH)))
+
+    arrays = *flat(q, k, v), *tables_of(cos, sin)
+    if dynamic:
+        of_any_length(LENGTH, *arrays)
+    found, graphs = run(function, *arrays)
+    assert is_taken(graphs) == [(rope, True)]
+    assert not any("rsqrt" in name or "pow" in name for name in graphs.names())
+    own = {"rope": (given_of(cos), given_of(sin)), "rope_interleaved": interleaved} if rope else {}
+    assert torch.equal(found, expected(q, k, v, qk_norm=WEIGHTS, qk_norm_eps=1e-5, **own))
+    wide = [of_all_heads(x.double(), w.double()) for x, w in zip((q, k), WEIGHTS, strict=True)]
+    if rope:
+        wanted, eager = exact(*wide, v, cos, sin, interleaved), function(*arrays)
+        assert (found - wanted).norm() < (eager - wanted).norm()  # which rounds normalised rows
 
 
 def in_float64(kind: Any, x: Any, weight: Any) -> Any:
@@ -465,12 +499,7 @@ def test_a_rotation_that_attention_does_not_have_stays(name: str) -> None:
 
 
 FIRST, SECOND = (norm(torch.nn.RMSNorm, seed) for seed in (3, 4))
-CLOSER, ACROSS = norm(torch.nn.RMSNorm, eps=1e-6), tensors(HEADS * WIDTH)
-
-
-def across_heads(x: Any) -> Any:
-    y = torch.nn.functional.rms_norm(x.flatten(2), (HEADS * WIDTH,), ACROSS, eps=1e-5)
-    return y.unflatten(2, (HEADS, WIDTH))
+CLOSER = norm(torch.nn.RMSNorm, eps=1e-6)
 
 
 def read_elsewhere(q: Any, k: Any) -> Any:
@@ -486,7 +515,7 @@ OTHER_NORMS: dict[str, Callable[..., Any]] = {
     "no weights": lambda q, k: [
         torch.nn.functional.rms_norm(x, (WIDTH,), eps=1e-5) for x in (q, k)
     ],
-    "across heads": lambda q, k: (across_heads(q), across_heads(k)),
+    "of all heads for k": lambda q, k: (FIRST(q), of_all_heads(k, WEIGHTS[1])),
     "LayerNorm": lambda q, k: [
         torch.nn.functional.layer_norm(x, (WIDTH,), FIRST.weight, eps=1e-5) for x in (q, k)
     ],
@@ -546,55 +575,7 @@ def test_raw_rows_fall_back_to_16_bits() -> None:
     ))  # fmt: skip
 
 
-# ---- models of diffusers -------------------------------------------------------------------------
-
-#: Calls of attention in small models: how many, how many of them rotate, and how many normalise.
-#: Wan and LTX normalise across heads, and LTX rotates across heads; the text of the double blocks
-#: of Flux and HunyuanVideo, and of Qwen-Image and SD3, has norms of its own.
-MODELS = {
-    "Flux": (4, 4, 2), "Wan 2.1 14B": (4, 2, 0), "Kandinsky 5 Lite": (6, 4, 6),
-    "Qwen-Image": (2, 2, 0), "SD3.5 Large": (2, 0, 0), "HunyuanVideo": (5, 4, 2),
-    "LTX": (4, 0, 0), "Z-Image": (4, 4, 4), "Wan 2.2 5B": (4, 2, 0),
-}  # fmt: skip
-
-
-def wide(x: Any) -> Any:
-    if isinstance(x, list):
-        return [wide(one) for one in x]
-    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_diffusers_err_no_more(name: str) -> None:
-    """Their error is against the model in float32.
-
-    Two errors of n independent numbers differ by 1 / sqrt(n), relative, as standard deviation.
-    """
-    family = whole_families.small(name)
-    latents, make = whole_families.inputs(family, "cpu", 0)
-    given = make(latents, torch.tensor([700.0]))
-    outputs, taken = [], []
-    with torch.no_grad():
-        model = whole_families.make(family, "cpu", 0)
-        exact = family.call(model.float(), {name: wide(x) for name, x in given.items()})
-        for fold in (lambda graph: None, attention_rows.fold):
-            model = whole_families.make(family, "cpu", 0)
-            diffusers.replace_attention_with_int8(
-                model, policy="balanced", backend="mirror", min_length=16
-            )
-            torch._dynamo.reset()
-            graphs = Graphs()
-            with mock.patch.object(attention_rows, "fold", fold):
-                outputs.append(family.call(torch.compile(model, backend=graphs), given))
-            taken.append(is_taken(graphs))
-    assert set(taken[0]) == {(False, False)}
-    counts = [sum(one[i] for one in taken[1]) for i in (0, 1)]
-    assert (len(taken[1]), *counts) == MODELS[name]
-    before, after = ((x.float() - exact).norm() for x in outputs)
-    assert after < before * (1 + 3 / math.sqrt(exact.numel()))
-    if not any(counts):
-        assert torch.equal(*outputs)
+# ---- Inductor's code -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ WITHOUT_STORAGE = [
     "prepare/rope.cu",
     "prepare/unpack.cu",
     "prepare/normalise.cu",
+    "prepare/token_factors.cu",
     "backward/backward_normalise.cu",
     "backward/backward_delta.cu",
     "backward/backward_coarse.cu",

@@ -26,17 +26,22 @@ def prepared_arguments(dtype: str, head_dim: int, rope: str) -> Arguments:
         "given": pack(NORM_PARAMS, params, {}),
         **tables(POSITION + ROW0 + ROWS, head_dim, rope),
         "weight": rng().uniform(0.5, 2, (2, head_dim)).astype(np.float32),
+        "factor": rng().uniform(0.5, 2, ROW0 + ROWS).astype(np.float32),
         "X": x.astype(STORAGE[dtype]),
         "Y": np.zeros((ROWS, head_dim), STORAGE[dtype]),
     }
 
 
 def prepared_expected(
-    rope: str, qk_norm: bool, /, cos: Any, sin: Any, weight: Any, X: Any, **_: Any
+    rope: str, qk_norm: str, /, cos: Any, sin: Any, weight: Any, factor: Any, X: Any, **_: Any
 ) -> Results:
     turn = turning(cos, sin, rope, POSITION + ROW0) if rope else None
-    norm = Norm(weight[1:], weight[1:], EPS) if qk_norm else None
     rows = X[None, None]
+    if qk_norm == "token":  # whose factors are given
+        y = X.astype(np.float32) * factor[ROW0:, None] * weight[1]
+        y = y[None, None] if turn is None else turn.turned(y[None, None], y[None, None])[0]
+        return {"Y": y[0, 0].astype(X.dtype)}
+    norm = Norm(weight[1:], weight[1:], EPS) if qk_norm else None
     return {"Y": Preparation(turn, norm).stored(rows, rows[:, :, :0])[0][0, 0]}
 
 
@@ -56,14 +61,15 @@ def neighbours_expected(x: Any, **_: Any) -> dict[str, np.ndarray]:
 def prepare_prims() -> Iterator[Prim]:
     """Every width of access, rows of more lanes than a warp has, and omitted arguments."""
     for dtype, head_dim, vec, rope, qk_norm in (
-        ("float16", 128, 8, "half_split", True), ("bfloat16", 24, 4, "interleaved", True),
-        ("float32", 256, 1, "half_split", True), ("float16", 6, 1, "interleaved", True),
-        ("float16", 64, 8, "", True), ("bfloat16", 80, 8, "half_split", False),
-        ("float32", 2, 1, "", True), ("float16", 128, 8, "half_split_by_column", True),
-        ("bfloat16", 24, 4, "interleaved_by_column", True),
+        ("float16", 128, 8, "half_split", "head"), ("bfloat16", 24, 4, "interleaved", "head"),
+        ("float32", 256, 1, "half_split", "head"), ("float16", 6, 1, "interleaved", "head"),
+        ("float16", 64, 8, "", "head"), ("bfloat16", 80, 8, "half_split", ""),
+        ("float32", 2, 1, "", "head"), ("float16", 128, 8, "half_split_by_column", "head"),
+        ("bfloat16", 24, 4, "interleaved_by_column", "head"),
+        ("bfloat16", 128, 8, "interleaved", "token"), ("float32", 24, 2, "", "token"),
     ):  # fmt: skip
         yield Prim(
-            f"prepared-{rope or 'unturned'}-{dtype}-{head_dim}-{vec}-{int(qk_norm)}", "prepare",
+            f"prepared-{rope or 'unturned'}-{dtype}-{head_dim}-{vec}-{qk_norm}", "prepare",
             "prepared", 64, partial(prepared_arguments, dtype, head_dim, rope),
             partial(prepared_expected, rope, qk_norm),
             defines=defines(
@@ -72,5 +78,5 @@ def prepare_prims() -> Iterator[Prim]:
         )  # fmt: skip
     yield Prim(
         "neighbours", "prepare", "neighbours", 32, neighbours_arguments, neighbours_expected,
-        defines=defines(Tiles(16, 16, 1), Features("float32", 16, vec=4, qk_norm=True)),
+        defines=defines(Tiles(16, 16, 1), Features("float32", 16, vec=4, qk_norm="head")),
     )  # fmt: skip

@@ -101,7 +101,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v, qk_norm=np.ones(16, 'f4'))", "qk_norm must be a pair (q_weight,"),
         (
             "ca.attention(q, k, v, qk_norm=(np.ones(8, 'f4'), np.ones(8, 'f4')))",
-            "q_weight of qk_norm must have shape (16,) or (2, 16), got",
+            "q_weight of qk_norm must have shape (16,), (2, 16) or (32,), got",
         ),
         ("ca.attention(q, k, v, qk_norm=weights, qk_norm_eps=-1)", "qk_norm_eps must be a finite"),
         ("ca.attention(q, k, v, layout='SHD')", "layout must be 'BHSD' or 'BSHD', got 'SHD'"),

@@ -39,6 +39,7 @@ from tests.support.runs import bits, embedded, normal, rope_tables
 
 #: Several blocks of rows, and tails.
 LEN_Q, LEN_KV, HEADS, HEADS_KV = 37, 70, 4, 2
+LENGTHS = {"lengths_q": LEN_Q, "lengths_kv": LEN_KV}
 #: Scales of single rows, of groups, of heads by their extrema, of the array; given ones.
 QUANTS = (
     QuantConfig(),
@@ -65,6 +66,11 @@ def weights(head_dim: int, *, by_head: bool = False, dtype: str = "float32") -> 
     return tuple(made)  # type: ignore[return-value]
 
 
+def of_tokens(head_dim: int) -> tuple[Any, Any]:
+    """Weights for each channel of all heads, which are then normalised together."""
+    return tuple(w.reshape(-1) for w in weights(head_dim, by_head=True))  # type: ignore[return-value]
+
+
 def options_of(head_dim: int, kind: str) -> dict[str, Any]:
     """Return the requested preparation of rows, by name."""
     tables = rope_tables(90, head_dim)
@@ -76,10 +82,14 @@ def options_of(head_dim: int, kind: str) -> dict[str, Any]:
             "qk_norm": weights(head_dim, by_head=True), "qk_norm_eps": 1e-3, "rope": tables,
             "rope_interleaved": True, "rope_offset_q": 7,
         },
+        "both, of tokens": {
+            "qk_norm": of_tokens(head_dim), "qk_norm_eps": 1e-3, "rope": tables,
+            "rope_interleaved": True, "rope_offset_q": 7,
+        },
     }[kind]  # fmt: skip
 
 
-KINDS = ("norm", "rope", "both", "both, interleaved, by head")
+KINDS = ("norm", "rope", "both", "both, interleaved, by head", "both, of tokens")
 
 
 def preparation(head_dim: int, **options: Any) -> Preparation:
@@ -105,6 +115,31 @@ def test_the_definition_row_by_row() -> None:
                 one = x[0, head, row].astype(np.float64)
                 expected = one / np.sqrt(np.mean(one**2) + 0.25) * w[head]
                 np.testing.assert_allclose(y[0, head, row], expected, rtol=1e-13)
+
+
+def test_the_definition_of_tokens() -> None:
+    """One root mean square for all heads, of which one is much larger than the others."""
+    q, k, _ = arrays("float32")
+    q[:, 2] *= 1000
+    w_q, w_k = weights(16, by_head=True)
+    found = preparation(16, qk_norm=of_tokens(16), qk_norm_eps=0.25).exact(q, k)
+    for x, w, y in zip((q, k), (w_q, w_k), found, strict=True):
+        for row in range(0, x.shape[2], 9):
+            one = x[0, :, row].astype(np.float64)
+            expected = one / np.sqrt(np.mean(one**2) + 0.25) * w
+            np.testing.assert_allclose(y[0, :, row], expected, rtol=1e-13)
+
+
+def test_sums_of_tokens_go_over_heads_first() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((1, HEADS, 1, 6)).astype(np.float32)
+    ones = [np.ones(6 * heads, np.float32) for heads in (HEADS, HEADS_KV)]
+    y, _ = preparation(6, qk_norm=tuple(ones)).in_float32(x, x[:, :HEADS_KV])
+    s = x * x
+    pairs = s[0, :, 0, :3] + s[0, :, 0, 3:]
+    of_pair = ((pairs[0] + pairs[1]) + pairs[2]) + pairs[3]
+    mean = ((of_pair[0] + of_pair[1]) + of_pair[2]) / np.float32(24)
+    assert bits(y) == bits(x * (np.float32(1) / np.sqrt(mean + np.float32(1e-6))))
 
 
 def test_the_sum_of_squares_has_one_order_at_any_width() -> None:
@@ -148,7 +183,7 @@ def test_the_bound_of_r0_notices_mistakes() -> None:
     w_q, w_k = right["qk_norm"]
     for slip in (
         {"qk_norm": (w_q[::-1].copy(), w_k[::-1].copy())}, {"qk_norm_eps": 1.001e-3},
-        {"rope_interleaved": False}, {"rope_offset_q": 6},
+        {"rope_interleaved": False}, {"rope_offset_q": 6}, {"qk_norm": of_tokens(32)},
     ):  # fmt: skip
         wrong_q, wrong_k = preparation(32, **{**right, **slip}).in_float32(q, k)
         worst = max(
@@ -171,6 +206,12 @@ def test_rows_that_are_not_finite_or_too_large_are_nan() -> None:
     assert np.isnan(y[0, 0, 1:4]).all() and (y[0, 0, 4] == 0).all()
     assert np.isfinite(y[0, 1:]).all()
     assert np.isinf(bounds_prepared.preparation(how, x, x[:, :HEADS_KV])[0][0, 0, 3]).all()
+    ones = [np.ones(8 * heads, np.float32) for heads in (HEADS, HEADS_KV)]
+    how = preparation(8, qk_norm=tuple(ones))
+    y, _ = how.in_float32(x, x[:, :HEADS_KV])
+    assert np.isnan(y[0, :, 1:4]).all() and (y[0, 0, 4] == 0).all()  # the other heads, too
+    assert np.isfinite(y[0, :, 0]).all() and np.isfinite(y[0, 1:, 4]).all()
+    assert np.isinf(bounds_prepared.preparation(how, x, x[:, :HEADS_KV])[0][0, :, 3]).all()
 
 
 # ---- as they are quantised (J1) ------------------------------------------------------------------
@@ -201,7 +242,7 @@ def assert_codes_are_the_mirrors(
     ("dtype", "head_dim", "kind", "quant", "pad"),
     [
         ("float16", 16, "both, interleaved, by head", 0, 0), ("bfloat16", 32, "both", 1, 0),
-        ("float32", 24, "norm", 3, 0),
+        ("float32", 24, "norm", 3, 0), ("float16", 64, "both, of tokens", 0, 3),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in (
@@ -211,6 +252,8 @@ def assert_codes_are_the_mirrors(
                 ("float16", 128, "both", 0, 0),
                 ("float32", 256, "both, interleaved, by head", 1, 0),
                 ("float16", 6, "both, interleaved, by head", 0, 1), ("bfloat16", 2, "both", 0, 0),
+                ("bfloat16", 256, "both, of tokens", 1, 0), ("float32", 6, "both, of tokens", 3, 1),
+                ("bfloat16", 24, "both, of tokens", 4, 0), ("float16", 40, "both, of tokens", 5, 0),
             )
         ),
     ],
@@ -272,11 +315,53 @@ def test_rows_that_are_not_finite_spoil_what_shares_their_scale() -> None:
     assert bits(np.isnan(mirror.k_scale)) == bits(groups[1])
 
 
+@pytest.mark.parametrize(
+    ("source", "line", "instead"),
+    [
+        ("prims/io/prepare.cuh", "factor(p.token_factor + token0)", "factor(p.token_factor)"),
+        ("prims/codes/quantize_rows.cuh", "batch * p.length + row0", "row0"),
+        ("prepare/token_factors.cu", "p.factor[batch * p.length + token0", "p.factor[token0"),
+        ("prepare/token_factors.cu", "int head = 0;", "int head = 1;"),
+        ("prepare/token_factors.cu", "float(p.heads * HEAD_DIM)", "float(HEAD_DIM)"),
+    ],
+    ids=["first token", "entries", "factors of entries", "a head", "a mean of one head"],
+)
+def test_planted_mistakes_of_tokens_are_seen(
+    source: str, line: str, instead: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By J1, or as a read of factors that nothing wrote."""
+    put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
+    inputs = [np.concatenate((x, x[..., ::-1] * 2)).astype(x.dtype) for x in arrays(head_dim=32)]
+    with pytest.raises((AssertionError, KernelFault)):
+        assert_codes_are_the_mirrors(tuple(inputs), QUANTS[2], options_of(32, "both, of tokens"))
+
+
+def test_a_row_that_is_not_finite_spoils_the_rows_of_its_token() -> None:
+    q, k, v = arrays()
+    q[0, 1, 3, 2], k[0, 0, 40, 1] = np.nan, np.inf
+    options = options_of(16, "both, of tokens")
+    z = quantize(q, k, v, backend="interpret", **options)
+    assert np.isnan(z.q_scale[0, :, 3 // z.group_q]).all()
+    assert np.isnan(z.k_scale[0, :, 40 // z.group_kv]).all()
+    assert np.isnan(z.q_scale).sum() == HEADS and np.isnan(z.k_scale).sum() == HEADS_KV
+
+
+def test_rows_past_a_length_do_not_reach_the_norm_of_tokens() -> None:
+    q, k, v = (np.concatenate((x, x)) for x in arrays(head_dim=32))
+    lengths = {name: np.array((n, n - 9), np.int32) for name, n in LENGTHS.items()}
+    options = {**options_of(32, "both, of tokens"), **lengths, "variant": "fa_int8"}
+    expected = attention(q, k, v, backend="interpret", **options)
+    for x, n in zip((q, k, v), lengths.values(), strict=False):
+        x[1, :, n[1] :] = np.nan
+    assert bits(attention(q, k, v, backend="interpret", **options)) == bits(expected)
+
+
 @pytest.mark.slow
-def test_packed_sequences_are_prepared_each_from_its_own_first_row() -> None:
+@pytest.mark.parametrize("kind", KINDS[-2:])
+def test_packed_sequences_are_prepared_each_from_its_own_first_row(kind: str) -> None:
     lengths = [(20, 33), (0, 5), (9, 0), (8, 40)]
     (q, k, v), ends = runs.packed(lengths, HEADS, HEADS_KV, 16)
-    options = options_of(16, "both, interleaved, by head")
+    options = options_of(16, kind)
     limits = {"max_len_q": 40, "max_len_k": 45}
     named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     z = quantize(q, k, v, backend="interpret", **named, **limits, **options)
@@ -289,7 +374,7 @@ def test_packed_sequences_are_prepared_each_from_its_own_first_row() -> None:
 # ---- the plan ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:-1])
 def test_nothing_is_added_to_the_launches(kind: str) -> None:
     """The default quantisation, and one whose scales all need a pass before; V is included."""
     q, k, v = arrays(head_dim=64)
@@ -307,22 +392,50 @@ def test_nothing_is_added_to_the_launches(kind: str) -> None:
     assert ("root mean square as they are quantised" in text) == (kind != "rope")
 
 
+def test_norms_of_tokens_take_a_pass_over_q_and_one_over_k() -> None:
+    q, k, v = arrays(head_dim=64)
+    options = options_of(64, "both, of tokens")
+    for variant, count in (("fa_int8", 3), ("fa_tc", 4)):
+        text = explain(q, k, v, variant=variant, **options)
+        assert text.count("of prepare/token_factors.cu") == 2
+        assert text.count("of prepare/") == count
+        assert "divided by the root mean square of all heads" in text
+    one_head = {"qk_norm": (np.ones(64, np.float32),) * 2}
+    assert "token_factors" not in explain(q[:, :1], k[:, :1], v[:, :1], variant="fa_tc", **one_head)
+
+
+def test_k_of_one_head_goes_with_a_norm_of_the_heads_of_q() -> None:
+    q, k, v = arrays()
+    k, v = k[:, :1], v[:, :1]
+    weights = of_tokens(16)[0], np.ones(16, np.float32)
+    z = quantize(q, k, v, backend="interpret", qk_norm=weights)
+    mirror = quantize(q, k, v, qk_norm=weights)
+    alone = quantize(q[:, :1], k, v, qk_norm=(weights[1], weights[1]))
+    assert bits(z.q_codes) == bits(mirror.q_codes) and bits(z.q_scale) == bits(mirror.q_scale)
+    assert bits(z.k_codes) == bits(mirror.k_codes) == bits(alone.k_codes)
+
+
 def test_features_say_nothing_where_nothing_is_normalised() -> None:
     assert "CFG_QK_NORM" not in Features("float16", 8).defines()
-    assert Features("float16", 8, qk_norm=True).defines()["CFG_QK_NORM"] == 1
+    for number, kind in ((1, "head"), (2, "token")):
+        assert Features("float16", 8, qk_norm=kind).defines()["CFG_QK_NORM"] == number
+    with pytest.raises(ValueError, match=r"features.qk_norm must be one of .* got 'row'"):
+        Features("float16", 8, qk_norm="row")
 
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("head_dim", "kind"), [(128, 3), *slow_rows(((64, 2), (256, 3)))])
+@pytest.mark.parametrize(
+    ("head_dim", "kind"), [(128, 3), (128, 4), *slow_rows(((64, 2), (256, 3), (256, 4)))]
+)
 def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
     """Registers of two blocks of 256 threads for a multiprocessor."""
     x = Operand.contiguous((1, 2, 500, head_dim), 2)
-    how = ("half_split", 0, 1), ("", 0, 1), ("half_split", 0, 1), ("interleaved", 3, 2)
+    how = ("half_split", 0, 1), ("", 0, 1), ("half_split", 0, 1), *[("interleaved", 3, 2)] * 2
+    own = {n: Prepares(n, *how[kind], 1e-6, by_token=kind == 4) for n in "qk"}
     part = {
-        n: Part(x, g, smooth=n == "k", prepares=Prepares(n, *how[kind], 1e-6))
-        for n, g in (("q", 2), ("k", 16))
+        n: Part(x, g, smooth=n == "k", prepares=own[n]) for n, g in (("q", 2), ("k", 16))
     }
-    passes = plan_preparation(x, dtype, Prepares("q", *how[kind], 1e-6))
+    passes = plan_preparation(x, dtype, own["q"])
     for launch in (*plan_quantize(dtype, **part).launches, *passes.launches):
         used = kc.build(launch.module, "sm_90").kernels[launch.entry]
         assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0)
@@ -334,7 +447,9 @@ def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
 # ---- the pass before other rungs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["norm", "both", "both, interleaved, by head"])
+@pytest.mark.parametrize(
+    "kind", ["norm", "both", "both, interleaved, by head", "both, of tokens"]
+)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "pad"),
     [("float16", 64, 0), ("bfloat16", 24, 8), ("float32", 6, 1)],
@@ -362,13 +477,14 @@ def prepares(how: Preparation) -> dict[str, Any]:
 PORTABLE = [rung for rung in runs.RUNGS if "@" not in rung]
 
 
+@pytest.mark.parametrize("kind", KINDS[-2:])
 @pytest.mark.parametrize(
     "rung", [*runs.in_turn(3, PORTABLE), pytest.param("fa_int8@fused", marks=pytest.mark.slow)]
 )
-def test_rungs_attend_with_prepared_operands(rung: str) -> None:
+def test_rungs_attend_with_prepared_operands(rung: str, kind: str) -> None:
     """Within the bounds, J3 of fa_int8 against operands prepared in float64 among them."""
     q, k, v = arrays(head_dim=32)
-    options = {**options_of(32, "both, interleaved, by head"), "causal": True}
+    options = {**options_of(32, kind), "causal": True}
     for backend in ("mirror", "interpret"):
         report = runs.run(rung, (q, k, v), backend=backend, **options).check()
         assert report.tightness < 0.05
@@ -430,11 +546,16 @@ W = np.ones(16, np.float32)
         ({"qk_norm": (W, [1.0])}, TypeError, "k_weight must be a NumPy or CuPy array"),
         (
             {"qk_norm": (W, W[:8])}, ValueError,
-            "k_weight of qk_norm must have shape (16,) or (2, 16), got (8,)",
+            "k_weight of qk_norm must have shape (16,), (2, 16) or (32,), got (8,)",
         ),
         (
             {"qk_norm": (np.ones((2, 16), np.float32), W)}, ValueError,
-            "q_weight of qk_norm must have shape (16,) or (4, 16), got (2, 16)",
+            "q_weight of qk_norm must have shape (16,), (4, 16) or (64,), got (2, 16)",
+        ),
+        (
+            {"qk_norm": (np.ones(64, np.float32), W)}, ValueError,
+            "must both have a number for each channel of all heads, (64,) and (32,), or neither, "
+            "got (64,) and (16,)",
         ),
         (
             {"qk_norm": (W.astype(np.float64), W)}, TypeError,

@@ -37,8 +37,11 @@ from cupyattn.interop.torch.schema import ATTENTION_OF_LAYER as SCHEMA
 
 _aten = torch.ops.aten
 _OPERATOR = "cupyattn.diffusers_attention.default"
+_RESHAPES = (_aten.view.default, _aten.reshape.default)
 #: Axis of positions of q and k.
 _POSITIONS = 2
+#: Axes of rows that lie by token, in the order of q and k.
+_TOKENS_FIRST = (0, 2, 1, 3)
 #: Inserted tables by what makes them.
 _Made = dict[Any, tuple[Node, Node]]
 
@@ -57,6 +60,8 @@ class _Rows(NamedTuple):
     interleaved : bool
     norm : Prologue or None
         The norm that is before the rotation. Its input is then the only part.
+    split : Node or None
+        The view that splits the channels of the part into heads, behind a norm of all channels.
     """
 
     parts: tuple[Node, ...]
@@ -64,6 +69,7 @@ class _Rows(NamedTuple):
     tables: tuple[Tables, ...] = ()
     interleaved: bool = False
     norm: Prologue | None = None
+    split: Node | None = None
 
     @property
     def axis(self) -> int:
@@ -74,6 +80,11 @@ class _Rows(NamedTuple):
     def rotation(self) -> tuple[Any, ...]:
         """Equal for rows that are rotated in the same way."""
         return self.interleaved, *(x.key for x in self.tables)
+
+    @property
+    def norm_kind(self) -> tuple[Any, ...]:
+        """Equal for rows with norms that differ in their weights alone."""
+        return self.norm and self.norm.eps, self.split is None
 
     @property
     def leaves(self) -> set[Node]:
@@ -111,7 +122,7 @@ def _found(attention: Node) -> tuple[_Rows, _Rows] | None:
     if found is None:
         return None
     both = _pair(map(_normed, found))
-    if both is not None and both[0].norm.eps != both[1].norm.eps:  # type: ignore[union-attr]
+    if both is not None and both[0].norm_kind != both[1].norm_kind:
         both = None
     for rows in (both, rotated):
         if rows is not None and all(map(_can_be_read, rows, ends)) and _are_alone(ends, rows):
@@ -164,17 +175,32 @@ def _rotated(node: Node) -> _Rows | None:
 
 
 def _normed(rows: _Rows) -> _Rows | None:
-    """Return the rows before their norm, if all have one with one vector of weights."""
+    """Return the rows before their norm, if all have one with one vector of weights.
+
+    The norm is that of each head, or of all heads of a token before they are split.
+    """
     if len(rows.parts) > 1:
         return None
     below = _permuted(rows.parts[0], rows.axes)
     [end] = below.parts
-    norm = norm_of(end)
+    split = end if _splits_heads(end, below.axes) else None
+    norm = norm_of(end if split is None else split.args[0])
     if norm is None or norm.norm != "rms" or norm.weight is None:
         return None
     if any(x is not None for x in norm.vectors[1:]):
         return None
-    return rows._replace(parts=(norm.x,), axes=below.axes, norm=norm)
+    return rows._replace(parts=(norm.x,), axes=below.axes, norm=norm, split=split)
+
+
+def _splits_heads(node: Node, axes: tuple[int, ...]) -> bool:
+    """Whether a node splits the channels of each token into rows of heads.
+
+    `axes` is the permutation that makes q or k of it.
+    """
+    if node.target not in _RESHAPES or axes != _TOKENS_FIRST:
+        return False
+    batch, tokens, heads, head_dim = value_of(node).shape
+    return same(value_of(node.args[0]).shape, (batch, tokens, heads * head_dim))
 
 
 def _can_be_read(rows: _Rows, end: Node) -> bool:
@@ -224,6 +250,8 @@ def _insert_rows(graph: Graph, rows: _Rows) -> Node:
     x, *others = rows.parts
     if others:
         x = insert(graph, _aten.cat.default, [*rows.parts], rows.axis)
+    if rows.split is not None:
+        x = insert(graph, _aten.reshape.default, x, rows.split.args[1])
     if rows.axes == (0, 1, 2, 3):
         return x
     return insert(graph, _aten.permute.default, x, [*rows.axes])
@@ -233,7 +261,7 @@ def _insert_tables(graph: Graph, rows: _Rows, made: _Made) -> tuple[Node, Node]:
     """Return cos and sin of all positions, which are inserted once for all calls."""
     key = rows.rotation
     if key not in made:
-        head_dim = value_of(rows.parts[0]).shape[-1]
+        head_dim = value_of(rows.split or rows.parts[0]).shape[-1]
         turning = {x: insert_tables(graph, x, head_dim) for x in rows.tables if x.form != "none"}
         like, _ = next(iter(turning.values()))
         pairs = [turning.get(x) or insert_tables_of_none(graph, x, like) for x in rows.tables]

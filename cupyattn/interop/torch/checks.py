@@ -10,6 +10,11 @@ from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch import transforms
+from cupyattn.problem.row_preparation import (
+    BUFFERS_OF,
+    is_of_token,
+    refuse_gradient_of_token,
+)
 from cupyattn.problem.sequences import LENGTHS
 from cupyattn.quant.quantized import QuantizedQKV
 
@@ -90,7 +95,9 @@ def check_device(name: str, q: Any) -> None:
 def check_differentiable(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise UnsupportedError if a tensor requires a gradient for which there is no kernel."""
     for argument, x in tensors.items():
-        if argument in (*_ROWS, "bias", "q_norm_weight", "k_norm_weight"):
+        if argument in BUFFERS_OF["qk_norm"] and is_of_token(x, tensors["q"].shape[-1]):
+            refuse_gradient_of_token()
+        if argument in (*_ROWS, "bias", *BUFFERS_OF["qk_norm"]):
             continue
         if x.requires_grad:
             raise UnsupportedError(

@@ -83,6 +83,10 @@ struct Place {
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
            (PACKED ? first + row0 : row0) * p.X_stride.len;
   }
+  // The number of the first row among all tokens of the operand.
+  __device__ __forceinline__ int64_t token0(const QuantizeParams& p) const {
+    return PACKED ? first + row0 : batch * p.length + row0;
+  }
   // The row of X for row i of this block. The places of all rows are loaded before the first row,
   // which waits for its place.
   __device__ __forceinline__ int place(const QuantizeParams& p, int i) const {
@@ -244,7 +248,8 @@ struct Rowwise<true> {
   using Number = float;
   Preparation how;
   template <typename Params>  // that have a Preparation
-  __device__ __forceinline__ Rowwise(const Params& p, const Place& at) : how(p, at.head, at.row0) {}
+  __device__ __forceinline__ Rowwise(const Params& p, const Place& at)
+      : how(p, at.head, at.row0, at.token0(p)) {}
   template <typename Loaded>
   __device__ __forceinline__ PreparedRow row(const Loaded (&x)[LANE_ACCESSES], int row) const {
     PreparedRow found;

@@ -1,5 +1,6 @@
 // prepare.cuh -- preparation of rows of Q and K before they are quantised, in float32. QK_NORM
-// divides by their root mean square and applies weights. ROPE then rotates them by their positions.
+// divides by their root mean square and applies weights. NORM_BY_TOKEN: that of all heads of a
+// token, which token_factors.cu computes before. ROPE then rotates them by their positions.
 // QK_ROTATE multiplies them by an orthogonal matrix, which spreads a channel of large numbers.
 // Every operation is a named intrinsic with one IEEE rounding. So none is contracted, and all equal
 // NumPy's: cupyattn/problem/row_preparation.py does the same, bit for bit.
@@ -23,9 +24,20 @@ struct PrepareParams<true> {
   const float* cos;  // [positions, ROPE_TABLE]; not read unless ROPE
   const float* sin;
   const float* weight;         // [heads, HEAD_DIM]; not read unless QK_NORM
+  const float* token_factor;   // [batch, tokens]; not read unless NORM_BY_TOKEN
   int64_t weight_stride_head;  // 0 shares one vector
   float eps;                   // added to the mean square
   int32_t position;            // of row 0
+};
+
+// token_factors.cu takes it.
+struct TokenFactorParams {
+  const void* X;  // [batch, heads, length, HEAD_DIM], the operand
+  float* factor;  // [batch, length]
+  Strides X_stride;
+  int32_t heads;
+  int32_t length;
+  float eps;  // added to the mean square
 };
 
 // normalise.cu takes it; cupyattn/plans/structs.py packs it from one table of (name, type).
@@ -81,11 +93,15 @@ struct Preparation {
   const float* cos;     // [rows, ROPE_TABLE], from the first row of this block on
   const float* sin;     // [rows, ROPE_TABLE]
   const float* weight;  // [HEAD_DIM]
+  const float* factor;  // [rows], NORM_BY_TOKEN
   float eps;
-  __device__ __forceinline__ Preparation(const PrepareParams<true>& p, int64_t head, int row0)
+  // `token0`: number of the first row among all tokens of the operand.
+  __device__ __forceinline__
+  Preparation(const PrepareParams<true>& p, int64_t head, int row0, int64_t token0)
       : cos(p.cos + int64_t(p.position + row0) * ROPE_TABLE),
         sin(p.sin + int64_t(p.position + row0) * ROPE_TABLE),
         weight(p.weight + head * p.weight_stride_head),
+        factor(p.token_factor + token0),
         eps(p.eps) {}
 };
 
@@ -136,7 +152,7 @@ struct PreparedRow {
 
   // All lanes of the row take part.
   __device__ __forceinline__ void prepare(const Preparation& how, int row) {
-    if constexpr (QK_NORM) normalise(how);
+    if constexpr (QK_NORM) normalise(how, row);
     turn(how, row);
     if constexpr (QK_ROTATE) rotate();
   }
@@ -198,10 +214,10 @@ struct PreparedRow {
               how.sin + int64_t(row) * ROPE_TABLE + of[i].table_column(pair0(i)));
   }
 
-  // The mean over the row of what term(i, j) returns for pair j of access i, of its two members
+  // The sum over the row of what term(i, j) returns for pair j of access i, of its two members
   // together. All lanes of the row take part, and get it.
   template <typename Term>
-  static __device__ __forceinline__ float mean(Term term) {
+  static __device__ __forceinline__ float sum(Term term) {
     constexpr int NUMBERS = power_of_two_from(LANE_PAIRS);
     float sums[NUMBERS] = {};
 #pragma unroll
@@ -211,17 +227,26 @@ struct PreparedRow {
       for (int j = 0; j < ROPE_PAIRS; ++j) terms[j] = term(i, j);
       sums[i] = shfl_sum_of_neighbours<PAIR_LANES>(sum_of_neighbours(terms));
     }
-    return __fdiv_rn(sum_of_neighbours(sums), float(HEAD_DIM));
+    return sum_of_neighbours(sums);
+  }
+  template <typename Term>
+  static __device__ __forceinline__ float mean(Term term) {
+    return __fdiv_rn(sum(term), float(HEAD_DIM));
+  }
+  __device__ __forceinline__ float square(int i, int j) {
+    const float a = of[i].first(j), b = of[i].second(j);
+    return __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
   }
   __device__ __forceinline__ float mean_square() {
-    return mean([&](int i, int j) {
-      const float a = of[i].first(j), b = of[i].second(j);
-      return __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
-    });
+    return mean([&](int i, int j) { return square(i, j); });
   }
 
-  __device__ __forceinline__ void normalise(const Preparation& how) {
-    const float factor = norm_factor(mean_square(), how.eps);
+  __device__ __forceinline__ void normalise(const Preparation& how, int row) {
+    float factor;
+    if constexpr (NORM_BY_TOKEN)
+      factor = how.factor[row];
+    else
+      factor = norm_factor(mean_square(), how.eps);
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)

@@ -65,6 +65,10 @@ struct BlockRows {
     }
     rows = min(BLOCK_Q, length - row0);
   }
+  // The number of the first row among all tokens of the operand.
+  __device__ __forceinline__ int64_t token0() const {
+    return (VARLEN ? first : batch * p.length) + row0;
+  }
   // The first row in the operand.
   __device__ __forceinline__ const elem_t* in_operand(const void* X) const {
     return static_cast<const elem_t*>(X) + batch * p.X_stride.batch + head * p.X_stride.head +

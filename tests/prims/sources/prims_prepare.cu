@@ -8,11 +8,12 @@ extern "C" __global__ void prepared(const __grid_constant__ NormParams given,
                                     const float* cos,     // [positions, ROPE_TABLE]
                                     const float* sin,     // [positions, ROPE_TABLE]
                                     const float* weight,  // [2, HEAD_DIM]
+                                    const float* factor,  // [ROW0 + ROWS]
                                     const elem_t* X,      // [ROWS, HEAD_DIM], from ROW0 on
                                     elem_t* Y) {          // [ROWS, HEAD_DIM]
   NormParams p = given;
-  p.cos = cos, p.sin = sin, p.weight = weight;
-  const Preparation how(p, 1, ROW0);
+  p.cos = cos, p.sin = sin, p.weight = weight, p.token_factor = factor;
+  const Preparation how(p, 1, ROW0, ROW0);
   constexpr int AT_ONCE = NUM_THREADS / PAIR_LANES;
   for (int done = 0; done < ROWS; done += AT_ONCE) {
     const int own = done + thread_id() / PAIR_LANES, row = min(own, ROWS - 1);
