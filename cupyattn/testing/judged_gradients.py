@@ -54,6 +54,7 @@ def judge_backward(
     q, k, v : array
     numerics
         What the library rounds, as `cupyattn.testing.numerics` makes it. dS is rounded as P is.
+        With `qk` and `v` the backward pass may multiply codes or what it received.
     d_lse : array, optional
         The gradient with respect to lse, (batch, heads, len_q), or (heads, total_q) if packed.
     cu_seqlens_q, cu_seqlens_k, layout, sinks
@@ -73,7 +74,7 @@ def judge_backward(
     TypeError
         If `numerics` is not that of another library.
     UnsupportedError
-        For `numerics` with 8-bit operands.
+        For `numerics` with P in 8 bits, as dS would be.
     ValueError
         For shapes that do not fit together, or a gradient of the bias beside packed sequences or
         sinks.
