@@ -124,7 +124,7 @@ class Product:
 
 
 def _compute(machine: Machine, products: Sequence[Product], lanes: Lanes) -> None:
-    """Compute D of products; those of one instruction together, for all of its warpgroups.
+    """Compute D of products, an instruction for all of its warpgroups at once.
 
     D stays here while the next products of the same warpgroups accumulate in the same registers.
     """
