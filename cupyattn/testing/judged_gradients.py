@@ -22,6 +22,7 @@ from cupyattn.problem.settings import (
     of_arguments,
     takes_options,
 )
+from cupyattn.testing.foreign import check_no_codes
 from cupyattn.testing.parts import Part, parts_of, with_longest
 
 
@@ -93,6 +94,7 @@ def judge_backward(
             "numerics must be what cupyattn.testing.numerics returns, such as "
             f"numerics('bf16 P'), got {shown(numerics)}"
         )
+    check_no_codes(q=q, k=k, v=v)
     with_bias = len(gradients) == len(GradientsWithBias._fields)
     packed = not (cu_seqlens_q is None and cu_seqlens_k is None)
     if with_bias and (packed or sinks is not None):

@@ -11,7 +11,7 @@ import pytest
 
 from cupyattn import distributions
 from cupyattn.gradients import backward_exact
-from cupyattn.testing import judge_backward, numerics
+from cupyattn.testing import judge, judge_backward, numerics
 
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 LONG = {"fp16": "float16", "bf16": "bfloat16"}
@@ -162,3 +162,29 @@ def test_one_number_that_is_not_finite_spoils_all_that_share_its_scale() -> None
                 found, d_out, q, k, v, numerics=numerics("fp16", qk=codes), scale=0.3
             )
         assert report.passed is passed, codes
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+def test_codes_without_scales_are_refused_with_the_way_out(dtype: Any) -> None:
+    x = np.ones((1, 1, 4, 8), dtype)
+    full = np.ones((1, 1, 4, 8), np.float32)
+    said = numerics("bf16")
+    says = rf"k has 8 bits \({np.dtype(dtype).name}\): give the numbers .* times its scale"
+    with pytest.raises(TypeError, match=says):
+        judge(full, full, x, x, numerics=said)
+    with pytest.raises(TypeError, match=says):
+        judge_backward([full] * 3, full, full, x, x, numerics=said)
+
+
+def test_numbers_that_codes_stand_for_are_judged() -> None:
+    """Codes and scales that the caller made: float32 holds their products."""
+    rng = np.random.default_rng(0)
+    codes = [rng.integers(-127, 128, (1, 2, 32, 16)).astype(np.float32) for _ in range(3)]
+    q, k, v = (x * np.float32(0.02) for x in codes)
+    s = (codes[0] @ codes[1].swapaxes(2, 3)) * np.float32(0.02 * 0.02 * 0.25)
+    weights = np.exp(s - s.max(axis=-1, keepdims=True))
+    o = (weights.astype(ml_dtypes.bfloat16).astype(np.float32) @ codes[2]) * np.float32(0.02)
+    o = o / weights.sum(axis=-1, keepdims=True)
+    said = numerics("bf16 P", out="fp32")
+    assert judge(o, q, k, v, numerics=said).passed
+    assert not judge(o * np.float32(1.02), q, k, v, numerics=said).passed
