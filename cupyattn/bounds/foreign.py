@@ -177,6 +177,48 @@ def _scaling_error(size_q: Array, f: Foreign, sigma: float) -> Array:
     return UNIT_ROUNDOFF[f.scaled_q] * size_q + HALF_SUBNORMAL[f.scaled_q] / sigma
 
 
+@dataclass(frozen=True)
+class Received:
+    """Magnitudes of operands of a block as a kernel multiplies them, and bounds of their errors.
+
+    q, k : array
+        Magnitudes of Q, with the error of its scaling, and of K, with its mean if it may lose it.
+    off_q, off_k, off_v : array
+        Errors of their codes [L70].
+    off_scaled : array
+        Error of storing Q times the scale [L71].
+    mean : array
+        Magnitudes of the mean of K, 0 if it stays.
+    """
+
+    q: Array
+    k: Array
+    off_q: Array
+    off_k: Array
+    off_v: Array
+    off_scaled: Array
+    mean: Array
+
+
+def received_operands(
+    block: ScoreBlock, v: Array, n: Numerics, f: Foreign, sigma: float, sizes: Sizes
+) -> Received:
+    """Return the operands of a block, V among them, as a kernel may multiply them [L70]."""
+    at_q, at_kv = block.index[:3], block.index[:2]
+    size_q, size_k = array_namespace(block.q).abs(block.q), array_namespace(block.k).abs(block.k)
+    mean = sizes.k_mean[at_kv]
+    off_scaled = _scaling_error(size_q, f, sigma)
+    size_q, size_k = size_q + off_scaled, size_k + mean
+    off_q = _code_error(size_q, sizes.q[at_q], f.qk_codes)
+    off_k = _code_error(size_k, sizes.k[at_kv], f.qk_codes)
+    off_v = _code_error(array_namespace(v).abs(v), sizes.v[at_kv], f.v_codes)
+    if f.qk_codes:  # K without its mean is rounded once more, before its codes
+        off_k = off_k + UNIT_ROUNDOFF[n.q_type] * sizes.k[at_kv]
+    if f.sinks:  # the last key is no operand
+        size_k[..., -1, :], off_k[..., -1, :] = 0.0, 0.0
+    return Received(size_q, size_k, off_q, off_k, off_v, off_scaled, mean)
+
+
 def block_bound(
     block: ScoreBlock, n: Numerics, f: Foreign, sigma: float, softcap: float, sizes: Sizes
 ) -> tuple[dict[str, Array], Array, Array]:
@@ -196,21 +238,10 @@ def block_bound(
     roundoff = ACCUMULATORS[f.accumulate]
 
     # Codes [L70]. The inner product, operands scaled before or after it [L71].
-    batch, head, group, _ = block.index
-    at_q, at_kv = (batch, head, group), (batch, head)
-    size_q, size_k, size_v = xp.abs(block.q), xp.abs(block.k), xp.abs(v)
-    mean = sizes.k_mean[at_kv]
-    off_scaled = _scaling_error(size_q, f, sigma)
-    size_q = size_q + off_scaled
-    shift = sigma * (size_q * mean).sum(axis=-1)  # of the scores of a row, if K loses its mean
-    size_k = size_k + mean
-    off_q = _code_error(size_q, sizes.q[at_q], f.qk_codes)
-    off_k = _code_error(size_k, sizes.k[at_kv], f.qk_codes)
-    off_v = _code_error(size_v, sizes.v[at_kv], f.v_codes)
-    if f.qk_codes:  # K without its mean is rounded once more, before its codes
-        off_k = off_k + UNIT_ROUNDOFF[n.q_type] * sizes.k[at_kv]
-    if f.sinks:  # the last key is no operand
-        size_k[..., -1, :], off_k[..., -1, :] = 0.0, 0.0
+    received = received_operands(block, v, n, f, sigma, sizes)
+    size_q, size_k, size_v = received.q, received.k, xp.abs(v)
+    off_q, off_k, off_v = received.off_q, received.off_k, received.off_v
+    shift = sigma * (size_q * received.mean).sum(axis=-1)  # of a row's scores, if K loses its mean
 
     def transposed(x: Array) -> Array:
         return x.swapaxes(-1, -2)
@@ -224,7 +255,7 @@ def block_bound(
     of_sum = 0.0 if f.qk_codes == "int8" else gamma(head_dim + -(-head_dim // 16), roundoff)
     of_sum = (1 + of_sum) * (1 + gamma(ROUNDINGS, U)) - 1
     with np.errstate(invalid="ignore"):
-        of_scaling = sigma * (off_scaled @ transposed(size_k + off_k))
+        of_scaling = sigma * (received.off_scaled @ transposed(size_k + off_k))
     underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
     r2 = (sigma * (of_sum * coded + 2 * head_dim * underflow) + FLUSH) * REFERENCE
 

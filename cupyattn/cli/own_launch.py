@@ -10,6 +10,7 @@ from typing import Any
 from cupyattn import distributions, interpret
 from cupyattn.cli import launch_file
 from cupyattn.cli.launch_file import LaunchFile
+from cupyattn.interpret import fatbin
 from cupyattn.kernels.features import DTYPES
 from cupyattn.measure import rungs
 from cupyattn.problem.resolve import to_bhsd
@@ -48,13 +49,15 @@ def description_of(args: argparse.Namespace, options: Sequence[str]) -> Path | N
     Raises
     ------
     ValueError
-        For an option that applies only to rungs, or for a description without a file.
+        For an option that applies only to rungs, a description without a file, or a cubin.
     """
     path = Path(args.variant or "")
     if path.suffix not in KERNEL_FILES:
         if args.launch:
             raise ValueError(f"--launch is for a kernel in a file, got {path}: leave it out")
         return None
+    if path.suffix == ".cubin":
+        raise ValueError(fatbin.NO_CUBIN)
     beside = path.with_suffix(".toml")
     if not args.launch and path.suffix == ".cu" and not beside.is_file():
         return None

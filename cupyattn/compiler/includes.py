@@ -11,8 +11,8 @@ from pathlib import Path
 
 from cupyattn.errors import KernelCompileError
 
-_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*(?://.*)?$", re.MULTILINE)
-_BLOCK_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_INCLUDE = re.compile(r"[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*(?://.*)?$")
+_BLOCK_COMMENT = re.compile(r"/\*[^*]*\*+(?:[^/*][^*]*\*+)*/")
 _toolkit_memo: dict[tuple[str, int, int], tuple[str, tuple[str, ...]]] = {}
 
 
@@ -69,7 +69,9 @@ def headers_reached(
 @functools.lru_cache(maxsize=256)
 def _operands(text: str) -> tuple[str, ...]:
     """Return the operands of the ``#include`` lines of a text, quotes or brackets included."""
-    return tuple(_INCLUDE.findall(_BLOCK_COMMENT.sub(" ", text)))
+    lines = _BLOCK_COMMENT.sub(" ", text).split("\n")
+    found = (_INCLUDE.match(line) for line in lines if "include" in line)
+    return tuple(match[1] for match in found if match)
 
 
 def _join(folder: str | Path, name: str = "") -> str:

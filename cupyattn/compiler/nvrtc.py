@@ -181,9 +181,10 @@ class Nvrtc:
 def load() -> Nvrtc:
     """Return the NVRTC of this environment, loaded once.
 
-    Looked for in this order: ``CUPYATTN_NVRTC``, `cuda.pathfinder` (it comes with CuPy), the
-    NVIDIA wheels' folders, the system's loader. To compare two versions in one process, call this
-    before naming the second: CuPy, too, takes the first that the process holds.
+    Looked for in this order: ``CUPYATTN_NVRTC``, one that the process has loaded, the NVIDIA
+    wheels' folders, `cuda.pathfinder` (it comes with CuPy), the system's loader. To compare two
+    versions in one process, call this before naming the second: CuPy, too, takes the first that
+    the process holds.
 
     Returns
     -------
@@ -216,6 +217,16 @@ def _find() -> Nvrtc:
 
 def _candidates() -> Iterator[str]:
     """Yield the places where NVRTC may be, the likeliest first."""
+    wheels = [
+        str(path)
+        for folder in _wheel_folders(_WHEEL_LIBRARIES)
+        for path in (folder / name for name in SONAMES)
+        if path.is_file()
+    ]
+    loaded = any(map(_is_loaded, SONAMES))
+    if not loaded:
+        # NOTE: pathfinder finds them too, but its import takes longer than reading a kept kernel.
+        yield from wheels
     try:
         from cuda import pathfinder
     except ImportError:
@@ -230,11 +241,18 @@ def _candidates() -> Iterator[str]:
         named = {os.path.realpath(library.path) for name, library in _loaded.items() if name}
         if found and os.path.realpath(found) not in named:
             yield found
-    for folder in _wheel_folders(_WHEEL_LIBRARIES):
-        for name in SONAMES:
-            if (folder / name).is_file():
-                yield str(folder / name)
+    if loaded:
+        yield from wheels
     yield from SONAMES
+
+
+def _is_loaded(soname: str) -> bool:
+    """Return whether the process holds a library of this name, whoever loaded it."""
+    try:
+        ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
 
 
 def _wheel_folders(relative: Sequence[str]) -> Iterator[Path]:

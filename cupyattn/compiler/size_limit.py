@@ -16,7 +16,6 @@ import re
 import stat
 import time
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,8 +83,11 @@ def parse(text: str, name: str) -> int | None:
     """
     if text.strip().lower() == "none":
         return None
-    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
-    size = int(Fraction(matched[1]) * _UNITS.get(matched[2], 0)) if matched else 0
+    matched = re.fullmatch(r"(\d+)(?:\.(\d+))?\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    size = 0
+    if matched:
+        part = matched[2] or ""
+        size = int(matched[1] + part) * _UNITS.get(matched[3], 0) // 10 ** len(part)
     if size < 1:
         raise ValueError(f"{name} must be a size such as 512MiB or 2GB, or none, got {text!r}")
     return size

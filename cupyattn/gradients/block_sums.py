@@ -56,6 +56,16 @@ class GradientBounds:
 
 
 @dataclass(frozen=True)
+class OperandErrors:
+    """Magnitudes of Q and K where dS multiplies them, and bounds of their errors there."""
+
+    q: Array
+    k: Array
+    off_q: Array
+    off_k: Array
+
+
+@dataclass(frozen=True)
 class BlockErrors:
     """Bounds of the errors and magnitudes of P and dS of a block as operands, by tag."""
 
@@ -66,6 +76,7 @@ class BlockErrors:
     of_bias: dict[str, Array]  # R8 to R11 of P (dP - Delta)
     largest_of_bias: Array
     bad: Array  # boolean: there is no bound, and the others are 0
+    operands: OperandErrors | None = None  # None: dS multiplies Q and K as they were received
 
 
 class BlockSums:
@@ -80,17 +91,14 @@ class BlockSums:
         Whether all operands of a key head are finite.
     summed : callable
         R12 of the kernel.
-    rounding : (float, float)
-        Relative and absolute error of operands that are multiplied by `sigma` and rounded.
     """
 
     def __init__(
-        self, problem: BackwardProblem, sigma: float, usable: Array, summed: Summed,
-        rounding: tuple[float, float] = (0.0, 0.0),
-    ) -> None:  # fmt: skip
+        self, problem: BackwardProblem, sigma: float, usable: Array, summed: Summed
+    ) -> None:
         q, k = problem.q, problem.k
         xp = array_namespace(q, k)
-        self._sigma, self._usable, self._summed, self._rounding = sigma, usable, summed, rounding
+        self._sigma, self._usable, self._summed = sigma, usable, summed
         self._dq = {tag: xp.zeros(split_heads(q, k.shape[1]).shape) for tag in TERMS}
         self._dk, self._dv = ({tag: xp.zeros(k.shape) for tag in TERMS} for _ in range(2))
         self._size_k, self._size_v = xp.zeros(k.shape), xp.zeros(k.shape)
@@ -101,20 +109,24 @@ class BlockSums:
     def add(self, block: GradientBlock, e: BlockErrors) -> None:
         """Add the bounds of a block."""
         index, at, admitted = block.scores.index, block.scores.index[:2], block.scores.admitted
-        xp, sigma, (scaled, tiny) = array_namespace(admitted), self._sigma, self._rounding
+        xp, sigma = array_namespace(admitted), self._sigma
         of_k, of_q, of_out = (xp.abs(x) for x in (block.scores.k, block.scores.q, block.d_out))
+        if e.operands is not None:
+            of_q, of_k = e.operands.q, e.operands.k
         for tag, error in e.dS.items():
             self._dq[tag][index] = sigma * (error @ of_k)
             self._dk[tag][at] += sigma * over_rows(error, of_q)
-        if scaled:
-            self._dq["R11"][index] += sigma * (e.largest_dS @ (scaled * of_k + tiny))
-            self._dk["R11"][at] += sigma * over_rows(e.largest_dS, scaled * of_q + tiny)
+        if e.operands is not None:
+            off_q, off_k = e.operands.off_q, e.operands.off_k
+            self._dq["R11"][index] += sigma * (e.largest_dS @ off_k)
+            self._dk["R11"][at] += sigma * over_rows(e.largest_dS, off_q)
+            of_q, of_k = of_q + off_q, of_k + off_k
         self._dv["R9"][at] += over_rows(e.P, of_out)
         self._size_v[at] += over_rows(e.largest_P, of_out)
-        self._size_k[at] += (1 + scaled) * sigma * over_rows(e.largest_dS, of_q)
+        self._size_k[at] += sigma * over_rows(e.largest_dS, of_q)
         self._rows_of_key[at] += admitted.sum(axis=(2, 3))
         self._bad_keys[at] |= e.bad.any(axis=(2, 3))
-        size = (1 + scaled) * sigma * (e.largest_dS @ of_k)
+        size = sigma * (e.largest_dS @ of_k)
         count = admitted.sum(axis=-1).astype(np.float64)[..., None]
         self._dq["R12"][index] = self._summed("dq", size, count, e.bad.any(axis=-1)[..., None])
         if self._of_bias is not None:

@@ -19,14 +19,22 @@ from cupyattn.bounds.foreign import (
     MOST_SLICES,
     OPERANDS,
     ROUNDINGS,
+    Received,
     Sizes,
     block_bound,
+    received_operands,
     sizes_of,
 )
 from cupyattn.bounds.perturbation import gamma, half_ulp
 from cupyattn.bounds.scores import MAX_FLOAT, REFERENCE, U64, U
 from cupyattn.errors import UnsupportedError
-from cupyattn.gradients.block_sums import BlockErrors, BlockSums, GradientBounds, finite_heads
+from cupyattn.gradients.block_sums import (
+    BlockErrors,
+    BlockSums,
+    GradientBounds,
+    OperandErrors,
+    finite_heads,
+)
 from cupyattn.gradients.bounds import FLUSHED, MAX_EXPONENT
 from cupyattn.gradients.exact import GradientBlock, gradient_blocks
 from cupyattn.gradients.problem import BackwardProblem
@@ -38,6 +46,7 @@ from cupyattn.kernels.numerics import (
     Numerics,
 )
 from cupyattn.problem.checks import check_dtype, check_scale
+from cupyattn.reference.exact import ScoreBlock
 
 #: Stores of dS in the type of the scores: before and after the scale, the softcap and a bias [L84].
 STORES_OF_SCORE = 4
@@ -105,7 +114,7 @@ def backward_bound_foreign(
     Raises
     ------
     UnsupportedError
-        For 8-bit operands.
+        For P and dS in 8 bits.
     ValueError
         For numerics of this library.
     """
@@ -116,10 +125,10 @@ def backward_bound_foreign(
     problem = BackwardProblem.of(
         "backward_bound", (d_out, None, None, d_lse), q, k, v, options, True, grad_bias
     )
-    if f.qk_codes or f.v_codes or n.p_type == "e4m3":
+    if n.p_type == "e4m3":
         raise UnsupportedError(
-            f"gradients of 8-bit operands have no bound, got numerics of {f.name}: leave out qk, v "
-            "and p='e4m3', or judge the output alone"
+            f"dS in 8 bits has no bound, got numerics of {f.name}: state the type of P in the "
+            "backward kernel, as in numerics('bf16 P', qk='e4m3'), or judge the output alone"
         )
     dtype, heads_kv = check_dtype(q, k, v), k.shape[1]
     out_type = f.out_type or dtype
@@ -136,10 +145,7 @@ def backward_bound_foreign(
         store = str(problem.options["bias"].dtype) if name == "dbias" else out_type
         return _summed(size, count, shared, store, bad, heads)
 
-    rounding = (0.0, 0.0)
-    if f.scaled_q is not None:
-        rounding = UNIT_ROUNDOFF[f.scaled_q], HALF_SUBNORMAL[f.scaled_q] / sigma
-    sums = BlockSums(problem, sigma, shared.usable, summed, rounding)
+    sums = BlockSums(problem, sigma, shared.usable, summed)
     with np.errstate(over="ignore", invalid="ignore"):
         for block in gradient_blocks(problem):
             sums.add(block, _errors(block, shared))
@@ -197,10 +203,13 @@ def _errors(block: GradientBlock, shared: _Shared) -> BlockErrors:
 
     # dP, and Delta as dO.O or as the sum of P dP [L84].
     roundoff = ACCUMULATORS[f.accumulate]
-    magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2)
+    received = received_operands(scores, scores.v, shared.n, f, shared.sigma, shared.sizes)
+    of_codes = xp.abs(block.d_out) @ received.off_v.swapaxes(-1, -2)
+    magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2) + of_codes
     channels = (1 + gamma(head_dim + -(-head_dim // STEP), roundoff)) * (1 + gamma(ROUNDINGS, U))
     underflow = HALF_SUBNORMAL["float16"] if f.accumulate == "float16" else FLUSH
     error_dP = (channels - 1 + gamma(head_dim + 4, U64)) * magnitude + 2 * head_dim * underflow
+    error_dP = error_dP + of_codes
     size_dP = xp.abs(block.dP)
     error_dP = error_dP + shared.stored(size_dP + error_dP)
     of_row = (xp.abs(block.d_out) * (xp.abs(block.out) + out_error)).sum(axis=-1)
@@ -253,7 +262,23 @@ def _errors(block: GradientBlock, shared: _Shared) -> BlockErrors:
     error_P, largest, largest_dS, largest_of_bias = (
         xp.where(counts, x, 0.0) for x in (error_P, largest, largest_dS, largest_of_bias)
     )
-    return BlockErrors(error_P, largest, terms, largest_dS, of_bias, largest_of_bias, bad)
+    return BlockErrors(
+        error_P, largest, terms, largest_dS, of_bias, largest_of_bias, bad,
+        _operands(scores, received, shared),
+    )  # fmt: skip
+
+
+def _operands(scores: ScoreBlock, received: Received, shared: _Shared) -> OperandErrors:
+    """Bound the errors of Q and K where dS multiplies them [L85].
+
+    A kernel may multiply their codes or the numbers that it received, and scale either of them.
+    """
+    xp, off_k, scaled = array_namespace(scores.q), received.off_k, shared.f.scaled_q
+    if scaled is not None:
+        off_k = off_k + UNIT_ROUNDOFF[scaled] * (received.k + off_k)
+        off_k = off_k + HALF_SUBNORMAL[scaled] / shared.sigma
+    off_q = received.off_scaled + received.off_q
+    return OperandErrors(xp.abs(scores.q), received.k, off_q, off_k)
 
 
 def _slope_error(block: GradientBlock, shared: _Shared, of_weight: Array) -> Array | float:

@@ -118,7 +118,7 @@ def judge_backward(
     TypeError
         If `out` and `lse` are missing, or given beside `numerics`.
     UnsupportedError
-        For `numerics` with 8-bit operands.
+        For `numerics` with P in 8 bits, as dS would be.
     ValueError
         For gradients of other shapes than q, k and v have.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.lanes import Values
 from cupyattn.interpret.memory import WINDOWS, scatter
 from cupyattn.interpret.operation import DTYPES
@@ -406,7 +407,7 @@ def _copy(inst: Instruction) -> Execute | None:
         wanted: Values = np.full(machine.size, width) if size is None else size(machine)
         wanted = machine.each(wanted)[index]
         address = sources(machine)[index]
-        for count in np.unique(wanted[wanted > 0]):
+        for count in distinct(wanted[wanted > 0]):
             rows = np.flatnonzero(wanted == count)
             for memory, within, some in machine.space("global", address[rows], "load", int(count)):
                 part = rows if some is None else rows[some]

@@ -20,6 +20,7 @@ from cupyattn.interpret.operation import (
     Operation,
     halves,
     match,
+    on_halves,
 )
 
 __all__ = ["APPROXIMATION_ERROR", "DTYPES", "Operation", "lookup", "pack", "unpack"]
@@ -203,7 +204,10 @@ def set_predicates(modifiers: tuple[str, ...]) -> Operation | None:
 
 
 def set_number(modifiers: tuple[str, ...]) -> Operation | None:
-    """``set``: all ones (or 1.0) where a comparison holds, else 0."""
+    """``set``: all ones (or 1.0) where a comparison holds, else 0; of pairs, in each half."""
+    pair = match(modifiers, _COMPARISONS, "ftz?", "f16x2|bf16x2|u32", "f16x2|bf16x2")
+    if pair:
+        return _set_halves(*pair)
     found = match(
         modifiers, _COMPARISONS, "and|or|xor?", "ftz?", "u16|s16|u32|s32|f16|bf16|f32",
         f"{_PLAIN}|f16|bf16",
@@ -217,6 +221,21 @@ def set_number(modifiers: tuple[str, ...]) -> Operation | None:
     holds, dtype = made.evaluate, DTYPES[to]
     true = dtype.type(1) if to in FORMATS else np.array(-1).astype(dtype)[()]
     return Operation(made.sources, (to,), lambda *s: np.where(holds(*s), true, dtype.type(0)))
+
+
+def _set_halves(name: str, ftz: str, to: str, kind: str) -> Operation | None:
+    """``set`` of pairs of 16-bit floats: 1.0 or, as ``u32``, 16 ones in each half."""
+    single = kind.removesuffix("x2")
+    made = set_predicate(tuple(m for m in (name, ftz, single) if m))
+    if made is None or to not in (kind, "u32"):
+        return None
+    holds, dtype = made.evaluate, DTYPES[single] if to == kind else np.dtype(np.uint16)
+    true = dtype.type(1) if to == kind else dtype.type(0xFFFF)
+
+    def evaluate(a: Array, b: Array) -> Array:
+        return np.where(holds(a, b), true, dtype.type(0))
+
+    return Operation((kind, kind), (to,), on_halves(evaluate, DTYPES[single]))
 
 
 def select(modifiers: tuple[str, ...]) -> Operation | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.ordering import WARP, Ints
 
 BANKS, WORD_BYTES = 32, 4
@@ -45,7 +46,7 @@ def passes(address: Ints, width: int, lanes: Ints) -> tuple[int, int]:
     together = min(WARP, WARP * WORD_BYTES // max(width, WORD_BYTES))
     words = address[:, None] // WORD_BYTES + np.arange(max(width // WORD_BYTES, 1))
     # Lanes that read the same word are served together: one entry for each group of lanes and word.
-    wanted = np.unique((lanes[:, None] // together << 32) + words)
+    wanted = distinct((lanes[:, None] // together << 32) + words)
     groups, group = np.unique(wanted >> 32, return_inverse=True)
     load = np.bincount(group * BANKS + wanted % BANKS, minlength=len(groups) * BANKS)
     return int(load.reshape(-1, BANKS).max(axis=1).sum()), len(groups)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.lanes import Lanes
 from cupyattn.interpret.ordering import WARP, Bools, Ints
 
@@ -127,7 +128,7 @@ class Barriers:
     def _arrive(self, number: int, count: int, lanes: Lanes, *, wait: bool) -> None:
         """Let lanes of one or several blocks arrive at a barrier that waits for `count` threads."""
         machine = self._machine
-        blocks = np.unique(lanes.index // machine.threads)
+        blocks = distinct(lanes.index // machine.threads)
         barrier = self._barriers.setdefault(number, Barrier(machine.size, machine.blocks))
         self._check_state(barrier, number, count, lanes, wait=wait)
         barrier.counts[blocks] = count
@@ -201,7 +202,7 @@ class Barriers:
             for block in complete:
                 some = np.flatnonzero(freed & (machine.lane // machine.threads == block))
                 machine.clocks.acquire(some, barrier.views.pop(int(block)))
-        for place in np.unique(barrier.resume[freed]):
+        for place in distinct(barrier.resume[freed]):
             if int(place) in self._votes:
                 self._count(self._votes[int(place)], freed & (barrier.resume == place))
             machine.go(int(place), freed & (barrier.resume == place))

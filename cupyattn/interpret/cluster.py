@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from cupyattn.interpret.access import address_reader
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.memory import RANK_BITS, WITHIN, Bytes, Units, gather
 from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Ints, Times
 from cupyattn.interpret.ptx import Instruction
@@ -79,7 +80,7 @@ class Clusters:
             machine.report("divergence", message, index, early)
         self._arrivals[index] += 1
         if release:
-            for block in np.unique(index // machine.threads).tolist():
+            for block in distinct(index // machine.threads).tolist():
                 some = index[index // machine.threads == block]
                 view = machine.clocks.views(some).max(axis=0)
                 self._views[block] = np.maximum(self._views.get(block, 0), view)
@@ -96,7 +97,7 @@ class Clusters:
         done = self._phase[index // self._lanes] > self._waits[index]
         through, late = index[done], index[~done]
         self._waits[through] += 1
-        for block in np.unique(through // machine.threads).tolist():
+        for block in distinct(through // machine.threads).tolist():
             some = through[through // machine.threads == block]
             if block in self._seen:
                 machine.clocks.acquire(some, self._seen[block])

@@ -14,6 +14,11 @@ _MAGIC = b"\x50\xed\x55\xba"
 _ELF = b"\x7fELF"
 _PTX = 1  # kind of an entry
 _LZ4, _ZSTD = 0x2000, 0x8000  # flags of an entry
+#: Refusal of a cubin.
+NO_CUBIN = (
+    "a cubin holds machine code, and the interpreter reads PTX: pass the source, or a fatbin that "
+    "nvcc made with -gencode arch=compute_80,code=compute_80"
+)
 
 
 def is_binary(data: bytes) -> bool:
@@ -35,10 +40,7 @@ def embedded_ptx(data: bytes) -> str:
         For a cubin, a fatbin without PTX, or a compression that cannot be undone here.
     """
     if data.startswith(_ELF):
-        raise ValueError(
-            "a cubin holds machine code, and the interpreter reads PTX: pass the source, or a "
-            "fatbin that nvcc made with -gencode arch=compute_80,code=compute_80"
-        )
+        raise ValueError(NO_CUBIN)
     try:
         _, header, size = struct.unpack_from("<HHQ", data, 4)
         texts = _texts(data, header, min(header + size, len(data)))

@@ -23,6 +23,7 @@ from cupyattn.interpret.access import Copies
 from cupyattn.interpret.barriers import Barriers
 from cupyattn.interpret.bulk import Engine, Tensor
 from cupyattn.interpret.cluster import Clusters
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.findings import Finding, KernelFault
 from cupyattn.interpret.lanes import Lanes, Values
 from cupyattn.interpret.mbarrier import Mbarriers
@@ -456,7 +457,7 @@ class Machine:
             yield self.spaces[name], address, None
             return
         kinds = address >> 56
-        for kind in np.unique(kinds):
+        for kind in distinct(kinds):
             which = _WINDOWS.get(int(kind), "global")
             some = np.flatnonzero(kinds == kind)
             self.traffic[which, direction] += width * len(some)
@@ -485,7 +486,7 @@ class Machine:
             self.first_block + block,
             thread // WARP,
             thread % WARP,
-            len(np.unique(lanes[bad])),
+            len(distinct(lanes[bad])),
             None if address is None else int(address[first]),
             instruction.text,
         )

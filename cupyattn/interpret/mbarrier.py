@@ -8,7 +8,7 @@ They order what the copy engine writes, and not loads from another block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -106,8 +106,9 @@ class Mbarriers:
         """Return the barriers at the addresses of `lanes`, each access checked."""
         shared, clusters = self._machine.shared, self._machine.clusters
         offset = clusters.offset(address, 8, lanes)
-        missing = np.array([int(x) not in self._barriers for x in offset])
-        if missing.any():
+        places = offset.tolist()
+        if not self._barriers.keys() >= set(places):
+            missing = np.array([x not in self._barriers for x in places])
             message = "there is no initialised mbarrier"
             self._machine.report(
                 "never written", message, lanes, missing, offset % max(shared.stride, 1)
@@ -115,7 +116,7 @@ class Mbarriers:
         own = np.flatnonzero(clusters.owners(address, lanes) == lanes // self._machine.threads)
         if len(own):
             shared.exchange(address[own] & WITHIN, 8, lanes[own])
-        return [self._barriers[int(x)] for x in offset]
+        return [self._barriers[x] for x in places]
 
     def create(self, address: Ints, counts: Ints, lanes: Ints) -> None:
         """Initialise barriers."""
@@ -201,12 +202,7 @@ class Mbarriers:
         """Return whether phases have ended; copies for which the lanes must wait arrive now."""
         clocks = self._machine.clocks
         found = np.zeros(len(lanes), np.bool_)
-        barriers = self.at(address, lanes)
-        rows_of: dict[int, list[int]] = {}
-        for row, barrier in enumerate(barriers):
-            rows_of.setdefault(id(barrier), []).append(row)
-        for rows in rows_of.values():
-            barrier = barriers[rows[0]]
+        for barrier, rows in _each(self.at(address, lanes)):
             ended = _ended(barrier, phases[rows], parity)
             if not ended.all() and barrier.deliveries:
                 for delivery in barrier.deliveries:
@@ -226,8 +222,9 @@ class Mbarriers:
 
     def sleep(self, barriers: list[Mbarrier], lanes: Ints) -> None:
         """Let lanes wait; they repeat the instruction when a phase of their barrier ends."""
-        for barrier, lane in zip(barriers, lanes.tolist(), strict=True):
-            self._asleep.setdefault((id(barrier), self._machine.place), []).append(lane)
+        for barrier, rows in _each(barriers):
+            key = id(barrier), self._machine.place
+            self._asleep.setdefault(key, []).extend(lanes[rows].tolist())
 
     def wake(self, barrier: Mbarrier) -> None:
         """Let the lanes that wait for a barrier test it again."""
@@ -240,6 +237,13 @@ class Mbarriers:
     def sleepers(self) -> list[tuple[int, list[int]]]:
         """Return the places where lanes wait, with the lanes."""
         return [(place, lanes) for (_, place), lanes in self._asleep.items()]
+
+
+def _each(barriers: list[Mbarrier]) -> Iterator[tuple[Mbarrier, Ints]]:
+    """Yield each barrier once, and its rows in the list."""
+    numbers = np.array([barrier.number for barrier in barriers])
+    for number, barrier in {barrier.number: barrier for barrier in barriers}.items():
+        yield barrier, np.flatnonzero(numbers == number)
 
 
 def _ended(barrier: Mbarrier, phases: Ints, parity: bool) -> Bools:

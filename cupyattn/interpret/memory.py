@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.arrays.memory import data_address
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.ordering import BetweenBlocks, Bools, Clocks, Ints
 from cupyattn.interpret.shadow import Report, Shadow, spread
 
@@ -224,7 +225,7 @@ class GlobalMemory:
             )
             if undefined is not None:
                 places = np.flatnonzero(undefined) + base % 16
-                shadow.forget(np.unique(places // self._granule_bytes))
+                shadow.forget(distinct(places // self._granule_bytes))
         array = Array(name, source, base, before, data, nbytes, owned, shadow, awaited, undefined)
         if source.size:
             array.elements[...] = source
@@ -315,7 +316,7 @@ class GlobalMemory:
 
     def _by_owner(self, address: Ints) -> list[Ints]:
         region = address >> REGION_BITS
-        return [np.flatnonzero(region == one) for one in np.unique(region)]
+        return [np.flatnonzero(region == one) for one in distinct(region)]
 
     def _owner(self, address: Ints, lanes: Ints) -> Array | None:
         """Return the array whose region contains all addresses, or None if there are several."""
@@ -439,7 +440,7 @@ class SharedMemory:
         This is ``fence.proxy.async``."""
         per_block = self.stride // self.granule_bytes
         blocks = lanes // self._clocks.threads
-        for block in np.unique(blocks).tolist():
+        for block in distinct(blocks).tolist():
             granules = slice(block * per_block, (block + 1) * per_block)
             self.shadow.fence(granules, lanes[blocks == block], self._clocks)
 

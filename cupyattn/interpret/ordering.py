@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.distinct import distinct
+
 Ints = npt.NDArray[np.intp]
 Times = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -249,13 +251,13 @@ class BetweenBlocks:
         before = np.zeros(len(lanes), np.bool_)
         blocks, threads = others // clocks.threads, others % clocks.threads
         blocks = blocks + clocks.first // clocks.threads
-        for lane in np.unique(lanes).tolist():
+        for lane in distinct(lanes).tolist():
             block = self._block(clocks, lane)
             if block not in self._heard:
                 continue
             rows = np.flatnonzero(lanes == lane)
             known = self._known_by(clocks, lane)
-            for other in np.unique(blocks[rows]).tolist():
+            for other in distinct(blocks[rows]).tolist():
                 if (seen := known.get(other)) is not None:
                     some = rows[blocks[rows] == other]
                     before[some] = times[some] <= seen[threads[some]]

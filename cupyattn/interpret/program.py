@@ -17,6 +17,7 @@ from cupyattn.interpret import (  # noqa: F401  they fill the table
     semantics,
     warp,
     wgmma,
+    wmma,
 )
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import (

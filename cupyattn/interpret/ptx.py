@@ -190,7 +190,10 @@ class _Text:
 
 
 def _blank_comment(match: re.Match[str]) -> str:
-    return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
+    found = match[0]
+    if found[0] == '"':
+        return found
+    return "\n".join(" " * len(line) for line in found.split("\n"))
 
 
 def _number(text: str) -> Immediate | None:
@@ -570,6 +573,8 @@ class _Body:
 
     def _named(self, item: str) -> Register | Immediate | Special | Symbol | None:
         """Return the operand that one word names."""
+        if item[:1].isdecimal():  # no name begins so
+            return _number(item)
         register = self._register(item)
         if register is not None:
             return register

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.module import Kernel
 from cupyattn.interpret.ordering import WARP, Bools, Ints
 
@@ -73,7 +74,7 @@ class RegisterPools:
         machine = self._machine
         launched = self._check(count, lanes)
         groups = lanes.warps // self._warps * self._warps + lanes.warps % self._warps // GROUP
-        for group in np.unique(groups):
+        for group in distinct(groups):
             warps = lanes.warps[groups == group]
             self._check_group(warps)
             self._held[warps[self._held[warps] == 0]] = launched

@@ -17,6 +17,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.interpret.findings import describe
 from cupyattn.interpret.lanes import Values
 from cupyattn.interpret.operation import DTYPES
+from cupyattn.interpret.ordering import WARP
 from cupyattn.interpret.ptx import (
     Immediate,
     Instruction,
@@ -204,10 +205,13 @@ def guarded(step: Step) -> Step:
     if guard is None or step.instruction.target is not None:
         return step
     condition = reader(Negated(guard) if step.instruction.negated else guard, "pred")
-    leaves = step.leaves
+    leaves, whole = step.leaves, step.together is whole_warp
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         chosen = lanes.where(condition(machine))
+        if whole and (parted := (chosen.bits != 0) & (chosen.bits != lanes.bits)).any():
+            message = "the guard of an instruction of whole warps differs between lanes of a warp"
+            machine.report("divergence", message, machine.lane, chosen.mask & parted.repeat(WARP))
         if chosen:
             step.execute(machine, chosen)
         if leaves and (others := lanes.where(~condition(machine))):

@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.ordering import ENGINE, WARP, Bools, Clocks, Ints, Times
 
 #: Largest number of granules whose reads may stay in the log before they are entered by thread.
@@ -311,7 +312,7 @@ class Shadow:
     def _note_write(self, granules: Ints, clocks: Clocks) -> None:
         if self._unwritten:
             new = granules[self.written[granules] < 0]
-            self._unwritten -= len(np.unique(new))
+            self._unwritten -= len(distinct(new))
         self.written[granules] = self._last_write = clocks.now
 
     def take_off(self, granules: Ints) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.findings import short
 from cupyattn.interpret.members import Member, members_of
 from cupyattn.interpret.observer import Observer
@@ -67,7 +68,7 @@ class Stop:
         self.block: Ints = machine.first_block + here // machine.threads
         self.warp: Ints = here % machine.threads // WARP
         self.lane: Ints = here % WARP
-        self.blocks: Ints = np.unique(self.block)
+        self.blocks: Ints = distinct(self.block)
         named: dict[str, Register] = {}
         for one in instructions:
             named |= {r.name: r for r in (*written(one), *read(one))}
@@ -103,10 +104,10 @@ class Stop:
         return f"{self.kernel} at {self.line}: {self._who()}"
 
     def _who(self) -> str:
-        warps = len(np.unique(self.block * 2**16 + self.warp))
+        warps = len(distinct(self.block * 2**16 + self.warp))
         return (
-            f"block {_ranges(self.blocks)}, warp {_ranges(np.unique(self.warp))}, "
-            f"lane {_ranges(np.unique(self.lane))} ({len(self.lane)} lanes of {warps} warps)"
+            f"block {_ranges(self.blocks)}, warp {_ranges(distinct(self.warp))}, "
+            f"lane {_ranges(distinct(self.lane))} ({len(self.lane)} lanes of {warps} warps)"
         )
 
     def _alive(self, what: str) -> Machine:

@@ -14,7 +14,7 @@ from cupyattn.interpret.ptx import Address, Instruction, Operand, Pair, Register
 from cupyattn.interpret.semantics import access_width
 
 #: Instructions with one address, and copies whose first address is in shared memory.
-_ACCESSES = {"ld", "st", "atom", "red", "ldmatrix", "stmatrix", "cp"}
+_ACCESSES = {"ld", "st", "atom", "red", "ldmatrix", "stmatrix", "cp", "wmma"}
 #: Instructions whose result is an address if an operand is one.
 _KEEPS = {"mov", "add", "sub", "mad", "cvta", "cvt", "selp", "and", "or", "xor", "lop3", "shfl"}
 

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 import numpy as np
 
 from cupyattn.arrays.kinds import Array
+from cupyattn.interpret.distinct import distinct
 from cupyattn.interpret.operation import match
 from cupyattn.interpret.tensor_core import (
     ELEMENT_BITS,
@@ -136,7 +137,7 @@ def operand_granules(
 
     The other parameters are as for `operand_addresses`. The result is read-only.
     """
-    granules: Index = np.unique(
+    granules: Index = distinct(
         operand_addresses(bits, rows, depth, width, k_major) // granule_bytes
     )
     granules.flags.writeable = False

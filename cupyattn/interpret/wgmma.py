@@ -13,6 +13,8 @@ not conflict, so a fragment of A may be read again without a fence, too.
 from __future__ import annotations
 
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -76,10 +78,10 @@ class Shared:
         return operand_addresses(*named) + start, granules + start // size
 
     def values(self, machine: Machine, offsets: Ints) -> npt.NDArray[np.float64]:
-        """Return its current numbers: (1, rows, depth)."""
+        """Return its current numbers for some products: (products, rows, depth), as `offsets`."""
         size = tensor_core.ELEMENT_BITS[self.type] // 8
         raw = np.ascontiguousarray(machine.shared.data.view(f"u{size}")[offsets // size])
-        values: npt.NDArray[np.float64] = tensor_core.elements(raw.view(np.uint32), self.type)[None]
+        values: npt.NDArray[np.float64] = tensor_core.elements(raw.view(np.uint32), self.type)
         return values
 
 
@@ -120,20 +122,68 @@ class Product:
     counts: bool  # whether D adds to the accumulators
     granules: list[Ints]  # places in shared memory that it reads, operand by operand
 
-    def compute(self, machine: Machine, lanes: Lanes) -> None:
-        """Compute D."""
-        form, warps = self.form, np.arange(GROUP) + self.first_warp
-        if isinstance(form.a, Shared) and self.a is not None:
-            a = form.a.values(machine, self.a)
-        elif isinstance(form.a, Shared):
-            raise TypeError("A is in shared memory at an unknown place")
-        else:
-            registers = form.a(machine, warps)
-            a = form.product.rows_of_registers(registers.reshape(1, GROUP * WARP, -1))
-        b = form.b.values(machine, self.b)
-        c = form.read_c(machine, warps).reshape(1, GROUP * WARP, -1)
-        d = form.product(a, b, c, self.counts, form.sign)
-        form.write_d(machine, d.reshape(GROUP, WARP, -1), lanes)
+
+def _compute(machine: Machine, products: Sequence[Product], lanes: Lanes) -> None:
+    """Compute D of products, an instruction for all of its warpgroups at once.
+
+    D stays here while the next products of the same warpgroups accumulate in the same registers.
+    """
+    turns: dict[tuple[int, WarpgroupProduct], list[Product]] = {}
+    counts: Counter[int] = Counter()
+    for product in products:
+        turns.setdefault((counts[product.first_warp], product.form), []).append(product)
+        counts[product.first_warp] += 1
+    held: _Held | None = None
+    for turn in sorted(turns, key=operator.itemgetter(0)):
+        some, form = sorted(turns[turn], key=lambda x: x.first_warp), turn[1]
+        firsts = [x.first_warp for x in some]
+        if held is None or not held.accumulates(form, firsts):
+            if held is not None:
+                held.write(machine, lanes)
+            warps = np.add.outer(firsts, np.arange(GROUP)).ravel()
+            c = form.read_c(machine, warps).reshape(len(some), GROUP * WARP, -1)
+            held = _Held(form, firsts, warps, c)
+        held.d = form.product(
+            _rows(machine, form, some, held.warps),
+            form.b.values(machine, np.stack([x.b for x in some])),
+            held.d,
+            np.array([x.counts for x in some]),
+            form.sign,
+        )
+    if held is not None:
+        held.write(machine, lanes)
+
+
+def _rows(
+    machine: Machine, form: WarpgroupProduct, products: list[Product], warps: Ints
+) -> npt.NDArray[np.float64]:
+    """Return A of the products of one instruction: (products, 64, depth)."""
+    if isinstance(form.a, Shared):
+        return form.a.values(machine, np.stack([x.a for x in products if x.a is not None]))
+    registers = form.a(machine, warps).reshape(len(products), GROUP * WARP, -1)
+    rows: npt.NDArray[np.float64] = form.product.rows_of_registers(registers)
+    return rows
+
+
+@dataclass(eq=False)
+class _Held:
+    """D of some warpgroups before it is written to registers."""
+
+    form: WarpgroupProduct
+    firsts: list[int]  # first warp of each warpgroup, rising
+    warps: Ints
+    d: npt.NDArray[np.uint32]  # [warpgroup, lane, register]
+
+    def accumulates(self, form: WarpgroupProduct, firsts: list[int]) -> bool:
+        """Return whether the next product adds to the same registers of the same warpgroups."""
+        return form.accumulators == self.form.accumulators and firsts == self.firsts
+
+    def write(self, machine: Machine, lanes: Lanes) -> None:
+        """Write D to the registers, which its lanes alone hold."""
+        mask = np.zeros(machine.size, np.bool_)
+        mask.reshape(-1, WARP)[self.warps] = True
+        d = self.d.reshape(len(self.warps), WARP, -1)
+        self.form.write_d(machine, d, lanes.where(mask))
 
 
 class _Form:
@@ -295,22 +345,22 @@ class Warpgroups:
 
     def wait(self, lanes: Lanes, pending: int) -> None:
         """Compute all but the last `pending` groups of each warpgroup."""
-        machine = self._machine
-        warps, left = set(self._first_warps(lanes).tolist()), []
+        machine, shadow = self._machine, self._machine.shared.shadow
+        warps = set(self._first_warps(lanes).tolist())
+        done: list[Product] = []
+        left: list[Product] = []
         for product in self._under_way:
             warp = product.first_warp
-            if warp not in warps or product.number >= self._committed[warp] - pending:
-                left.append(product)
-                continue
-            own = slice(warp * WARP, (warp + GROUP) * WARP)
-            mask = np.zeros(machine.size, np.bool_)
-            mask[own] = True
-            product.compute(machine, lanes.where(mask))
+            ended = warp in warps and product.number < self._committed[warp] - pending
+            (done if ended else left).append(product)
+        _compute(machine, done, lanes)
+        for product in done:
+            own = slice(product.first_warp * WARP, (product.first_warp + GROUP) * WARP)
             self._held[self._forms[product.form].rows, own] -= 1
             # One lane represents each warp, because all of its lanes wait here.
             speakers = machine.lane[own][::WARP]
             for granules in product.granules:
-                machine.shared.shadow.give_back(granules, speakers, machine.clocks)
+                shadow.give_back(granules, speakers, machine.clocks)
         self._under_way = left
 
     def _first_warps(self, lanes: Lanes) -> Ints:
@@ -415,10 +465,17 @@ def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
     return {index: row for row, index in enumerate(found)}
 
 
+def _may_name(operand: Operand, held: Mapping[int, int]) -> bool:
+    """Return whether an operand may name one of some registers, by a glance at the commonest."""
+    if isinstance(operand, Register):
+        return operand.index in held
+    return not isinstance(operand, Immediate)
+
+
 def watched(step: Step, held: Mapping[int, int]) -> Step:
     """Return a step that first checks its registers against the products that may hold them."""
     inst = step.instruction
-    if not held or inst.opcode == "wgmma":
+    if not held or inst.opcode == "wgmma" or not any(_may_name(x, held) for x in inst.operands):
         return step
     changed = tuple(i for i in _indices(written(inst)) if i in held)
     used = tuple(dict.fromkeys((*changed, *(i for i in _indices(read(inst)) if i in held))))

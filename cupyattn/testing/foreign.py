@@ -123,6 +123,17 @@ def numerics(
     )  # fmt: skip
 
 
+def check_no_codes(**operands: Any) -> None:
+    """Raise TypeError for operands in 8 bits, which are numbers only together with their scales."""
+    for name, x in operands.items():
+        kind = str(getattr(x, "dtype", "")).rpartition(".")[2]
+        if kind in ("int8", "uint8") or kind.startswith("float8"):
+            raise TypeError(
+                f"{name} has 8 bits ({kind}): give the numbers that it stands for, {name} times "
+                "its scale in float32, beside the roundings, as in numerics('bf16 P')"
+            )
+
+
 def _short(name: str) -> str:
     return _SHORT.get(name, name)
 

@@ -22,6 +22,7 @@ from cupyattn.problem.settings import (
     of_arguments,
     takes_options,
 )
+from cupyattn.testing.foreign import check_no_codes
 from cupyattn.testing.parts import Part, parts_of, with_longest
 
 
@@ -54,6 +55,7 @@ def judge_backward(
     q, k, v : array
     numerics
         What the library rounds, as `cupyattn.testing.numerics` makes it. dS is rounded as P is.
+        With `qk` and `v` the backward pass may multiply codes or what it received.
     d_lse : array, optional
         The gradient with respect to lse, (batch, heads, len_q), or (heads, total_q) if packed.
     cu_seqlens_q, cu_seqlens_k, layout, sinks
@@ -73,7 +75,7 @@ def judge_backward(
     TypeError
         If `numerics` is not that of another library.
     UnsupportedError
-        For `numerics` with 8-bit operands.
+        For `numerics` with P in 8 bits, as dS would be.
     ValueError
         For shapes that do not fit together, or a gradient of the bias beside packed sequences or
         sinks.
@@ -92,6 +94,7 @@ def judge_backward(
             "numerics must be what cupyattn.testing.numerics returns, such as "
             f"numerics('bf16 P'), got {shown(numerics)}"
         )
+    check_no_codes(q=q, k=k, v=v)
     with_bias = len(gradients) == len(GradientsWithBias._fields)
     packed = not (cu_seqlens_q is None and cu_seqlens_k is None)
     if with_bias and (packed or sinks is not None):

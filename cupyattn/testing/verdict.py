@@ -24,6 +24,7 @@ from cupyattn.problem.settings import ProblemOptions, Unpack, of_arguments, take
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import judged
 from cupyattn.testing.counterexamples import keep
+from cupyattn.testing.foreign import check_no_codes
 from cupyattn.testing.judged import Further
 from cupyattn.testing.parts import kernels_tried, parts_of, problem_of_call, with_longest
 from cupyattn.testing.report import Report as Report
@@ -160,6 +161,8 @@ def judge(
             operand = values if quantized is not None else to_bhsd(values, layout)
             return to_bhsd(take("what signed returns", run(restore(operand)))[0], layout)
 
+    if isinstance(numerics, Numerics) and numerics.foreign is not None:
+        check_no_codes(q=q, k=k, v=v)
     o, q, k, v, lse = taken(o=o, q=q, k=k, v=v, lse=lse)
     options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
     options["rope"] = taken_pair(PAIRS["rope"], options.get("rope"))

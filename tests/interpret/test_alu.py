@@ -395,6 +395,21 @@ def test_setp_flushes_and_compares_halves() -> None:
     assert (low.tolist(), high.tolist()) == ([True], [False])
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_set_of_halves(kind: str) -> None:
+    """1.0 in each half, as ``__hgt2`` has it, or 16 ones, as ``__hgt2_mask``."""
+    dtype = DTYPES[kind]
+    a, b = (np.array(x, dtype).view(np.uint32) for x in ([1, 2, np.nan, 4], [1.5, 1, 0, 4]))
+    gt = named(f"set.gt.{kind}x2.{kind}x2").evaluate(a, b)
+    assert gt.view(dtype).tolist() == [0, 1, 0, 0]
+    assert named(f"set.gt.u32.{kind}x2").evaluate(a, b).tolist() == [0xFFFF0000, 0]
+    assert named(f"set.nan.u32.{kind}x2").evaluate(a, b).tolist() == [0, 0x0000FFFF]
+    assert named(f"set.geu.u32.{kind}x2").evaluate(a, b).tolist() == [0xFFFF0000, 0xFFFFFFFF]
+    other = {"f16": "bf16", "bf16": "f16"}[kind]
+    for name in (f"gt.{other}x2.{kind}x2", f"gt.and.u32.{kind}x2", f"gt.s32.{kind}x2"):
+        assert lookup("set", tuple(name.split("."))) is None, name
+
+
 def test_set_and_select() -> None:
     a, b = np.array([1, 5], np.int32), np.array([3, 3], np.int32)
     assert named("set.lt.u32.s32").evaluate(a, b).tolist() == [0xFFFFFFFF, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -310,3 +311,25 @@ extern "C" __global__ void poll(volatile int* flag, int* x, int* y) {
     with pytest.raises(interpret.KernelFault, match="x is read, and nothing orders"):
         interpret.launch(source.replace("__threadfence();\n    *y", "*y"), "poll", 2, 32,
                          {**args, "flag": np.zeros(1, np.int32)})  # fmt: skip
+
+
+FP8_OF_ADA = """
+#include <cuda_fp8.h>
+extern "C" __global__ void pairs(const float2* x, __nv_fp8x2_storage_t* y, float* back) {
+  const int i = threadIdx.x;
+  y[i] = __nv_cvt_float2_to_fp8x2(x[i], __NV_SATFINITE, __NV_E4M3);
+  const __half2_raw wide = __nv_cvt_fp8x2_to_halfraw2(y[i], __NV_E4M3);
+  back[2 * i] = __half2float(__half(__half_raw{wide.x}));
+  back[2 * i + 1] = __half2float(__half(__half_raw{wide.y}));
+}
+"""
+
+
+def test_8_bit_floats_of_sm_89() -> None:
+    """NVRTC's own instructions for them, which sm_80 lacks."""
+    x = np.float32(200) * np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    y, back = np.zeros(32, np.uint16), np.zeros(64, np.float32)
+    interpret.launch(FP8_OF_ADA, "pairs", 1, 32, {"x": x, "y": y, "back": back}, arch="sm_89")
+    expected = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    assert (y.view(ml_dtypes.float8_e4m3fn) == expected).all()
+    assert (back == expected.astype(np.float32)).all() and (np.abs(back) == 448).any()

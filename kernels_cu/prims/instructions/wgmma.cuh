@@ -164,27 +164,26 @@ struct WgmmaE4m3;
 #define ACCUMULATORS_120(R) ACCUMULATORS_112(R), EIGHT(R, 112)
 #define ACCUMULATORS_128(R) ACCUMULATORS_120(R), EIGHT(R, 120)
 
-// One instruction shape: N columns, COUNT = N / 2 accumulators, and the numbers of the six operands
+// One instruction shape: N columns, COUNT = N / 2 accumulators, and the numbers of the operands
 // that follow them in the text.
-#define WGMMA_SS(NAME, TRANSPOSED, TYPE, N, COUNT, X0, X1, X2, X3, X4) \
-  static __device__ __forceinline__ void NAME( \
+// NOTE: the functions are templates only so that NVRTC leaves the bodies of unused shapes unread.
+// Reading them all took a tenth of the compile time of fa_tc.
+#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
+template <> \
+struct Wgmma<T, N> { \
+  template <int A_ALONG_M, int B_ALONG_N> static __device__ __forceinline__ void shared( \
       float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
         "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
         "setp.ne.b32 p, %" #X4 ", 0;\n" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
-        "{" NAMES_##COUNT "}, a, b, p, 1, 1, " TRANSPOSED ";\n}\n" \
+        "{" NAMES_##COUNT "}, a, b, p, 1, 1, %" #X5 ", %" #X6 ";\n}\n" \
         : ACCUMULATORS_##COUNT("+f") \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
-  }
-#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5) \
-template <> \
-struct Wgmma<T, N> { \
-  WGMMA_SS(ss, "0, 0", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
-  WGMMA_SS(ss_columns, "0, 1", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
-  WGMMA_SS(ss_across, "1, 1", TYPE, N, COUNT, X0, X1, X2, X3, X4) \
-  static __device__ __forceinline__ void rs( \
+        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate)), \
+          "n"(A_ALONG_M), "n"(B_ALONG_N)); \
+  } \
+  template <int = 0> static __device__ __forceinline__ void rs( \
       float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
     asm volatile( \
         "{\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
@@ -193,28 +192,40 @@ struct Wgmma<T, N> { \
         : ACCUMULATORS_##COUNT("+f") \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
   } \
+  template <int = 0> static __device__ __forceinline__ void ss( \
+      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+    shared<0, 0>(c, a, b, accumulate); \
+  } \
+  template <int = 0> static __device__ __forceinline__ void ss_columns( \
+      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+    shared<0, 1>(c, a, b, accumulate); \
+  } \
+  template <int = 0> static __device__ __forceinline__ void ss_across( \
+      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+    shared<1, 1>(c, a, b, accumulate); \
+  } \
 };
 #define WGMMA(...) \
   WGMMA_OF(__half, "f16", __VA_ARGS__) \
   WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__)
-WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
-WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
-WGMMA(72, 36, 36, 37, 38, 39, 40, 41)
-WGMMA(80, 40, 40, 41, 42, 43, 44, 45)
-WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
-WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
-WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
-WGMMA(136, 68, 68, 69, 70, 71, 72, 73)
-WGMMA(144, 72, 72, 73, 74, 75, 76, 77)
-WGMMA(160, 80, 80, 81, 82, 83, 84, 85)
-WGMMA(176, 88, 88, 89, 90, 91, 92, 93)
-WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
-WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
-WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA(72, 36, 36, 37, 38, 39, 40, 41, 42)
+WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+WGMMA(136, 68, 68, 69, 70, 71, 72, 73, 74)
+WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78)
+WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
+WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
+WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
+WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #define WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
 template <> \
 struct WgmmaS8<N> { \
-  static __device__ __forceinline__ void ss( \
+  template <int = 0> static __device__ __forceinline__ void ss( \
       int32_t (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
@@ -228,7 +239,7 @@ struct WgmmaS8<N> { \
 #define WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
 template <> \
 struct WgmmaU8<N> { \
-  static __device__ __forceinline__ void rs( \
+  template <int = 0> static __device__ __forceinline__ void rs( \
       int32_t (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
@@ -243,7 +254,7 @@ struct WgmmaU8<N> { \
 #define WGMMA_E4M3(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
 template <> \
 struct WgmmaE4m3<N> { \
-  static __device__ __forceinline__ void rs( \
+  template <int = 0> static __device__ __forceinline__ void rs( \
       float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
@@ -279,7 +290,6 @@ WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_S8
 #undef WGMMA
 #undef WGMMA_OF
-#undef WGMMA_SS
 #undef EIGHT
 #undef FOUR
 // clang-format on
