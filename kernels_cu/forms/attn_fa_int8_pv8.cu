@@ -343,15 +343,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
-      const bool has_mean = values.V_mean && inverse_l != 0.0f;  // a row without keys stays 0
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
         const int col = c * 8 + t * 2;
-        const float mean0 = has_mean ? V_mean[min(col, HEAD_DIM - 1)] : 0.0f;
-        const float mean1 = has_mean ? V_mean[min(col + 1, HEAD_DIM - 1)] : 0.0f;
-        store_sums(
-            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], inverse_l, mean0),
-            fmaf(O_acc[r][c][2 * h + 1], inverse_l, mean1));  // R7
+        float value[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float mean = values.V_mean ? V_mean[min(col + j, HEAD_DIM - 1)] : 0.0f;
+          const float x = fmaf(O_acc[r][c][2 * h + j], inverse_l, mean);  // R7
+          value[j] = inverse_l != 0.0f ? x : 0.0f;  // a row without keys is 0
+        }
+        store_sums(O + row * p.O_stride.len, col, value[0], value[1]);
       }
     }
 }

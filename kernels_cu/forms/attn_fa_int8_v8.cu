@@ -93,7 +93,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      Q_factor[r][h] = row_factor(
+      Q_factor[r][h] = factor_of_Q_row(
           softmax_scale(p),
           Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q]);  // R3
   const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
@@ -246,6 +246,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
+      state[r][h].l = l_of_Q_row(state[r][h], Q_factor[r][h]);
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
       // Smoothing took one number off every score of a row: O is unchanged, lse gets it back.
