@@ -147,7 +147,7 @@ def _large(rung: Rung, kind: str) -> str:
     if kind == "opposed":
         k = -k * rng.uniform(0.9, 1, (300, 1))
     elif kind == "two levels":
-        k[:, :, :70] *= -1
+        k[:, :, :200] *= -1  # several steps
     else:
         q *= (np.arange(HEAD_DIM) == 7) * rng.choice([-1, 1], (20, 1))
         k *= rng.integers(4, 8, (300, 1)) / 8
@@ -188,7 +188,7 @@ def _not_finite(rung: Rung, len_kv: int = 150) -> str:
     """Run NaN and infinities: they reach the results that the mirror's reach, and no others."""
     variant, arch, dtype, quant = rung
     q, k, v = arrays(70, len_kv, dtype, 9, heads=(2, 1))
-    q[0, 0, 7, 3] = np.nan
+    q[0, 0, [7, 12], 3] = np.nan  # rows of both halves of a fragment
     k[1, 0, len_kv - 10, 5] = np.nan
     v[0, 0, len_kv // 2 - 15, 40] = np.inf
     asked: dict[str, Any] = {"variant": variant, "causal": True, "return_lse": True}
@@ -230,6 +230,8 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         "not finite": lambda: _not_finite(rung),
         "not finite, rows without keys": lambda: _not_finite(rung, 40),
     }
+    if quant not in (*OVERFLOWING, FP8):
+        calls["large scores, two levels"] = lambda: _large(rung, "two levels")
     if arch is None:
         calls["head_dim 36"] = lambda: attend(rung, narrow, {"causal": True})
         calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
@@ -348,6 +350,9 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Call
         calls["full sums"] = lambda: _full_sums(rung)
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
+    if quant not in (*OVERFLOWING, FP8):
+        unsmoothed = *rung[:3], replace(quant, smooth_k=False)
+        calls["large scores, far below 0"] = lambda: _large(unsmoothed, "opposed")
     q, k, v = arrays(*FEWER, dtype, 13, batch=1)
     rising = np.linspace(-3, 3, FEWER[1]).astype(q.dtype)[:, None]
     shifted = q + q.dtype.type(1), k + rising * np.float16([1, -1]).repeat(32), v + rising

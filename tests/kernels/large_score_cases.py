@@ -227,7 +227,7 @@ def check_empty_rows(name: str, backend: str, move: Move) -> None:
     """Hold rows without keys to be 0 beside a NaN of Q and, if V has codes, an infinity of V."""
     form = ALL[name]._replace(lengths=(70, 40))
     q, k, v = operands("normal", 1.0, 0, form)
-    q[:, :, [7, 50], 3] = np.nan
+    q[:, :, [7, 12, 50], 3] = np.nan  # in both halves of a fragment, and one with keys
     options: dict[str, Any] = {"causal": True, "return_lse": True}
     if form.quant is not None:
         options["quant"] = config(form, smooth_v="pv" in form.quant)
