@@ -89,8 +89,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       Q_factor[r][h] = factor_of_Q_row(
-          softmax_scale(p),
-          Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q]);  // R3
+          p, Q_scale[min(q0 + row0 + r * 16 + g + h * 8, p.len_q - 1) / GROUP_Q]);  // R3
   const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
   const int first_step = keys.begin / BLOCK_KV;
   const int num_steps = ceil_div(keys.end, BLOCK_KV);

@@ -312,11 +312,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int c = 0; c < MMA_COLS; ++c)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float v_scale = scale[min(c * 8 + t * 2 + i % 2, HEAD_DIM - 1)];
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int r = 0; r < MMA_ROWS; ++r) O_acc[r][c][i] *= v_scale;  // R7
-      }
+        for (int r = 0; r < MMA_ROWS; ++r)
+          O_acc[r][c][i] *= scale[min(c * 8 + t * 2 + i % 2, HEAD_DIM - 1)];  // R7
   }
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
@@ -345,15 +344,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
-        const int col = c * 8 + t * 2;
-        float value[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float mean = values.V_mean ? V_mean[min(col + j, HEAD_DIM - 1)] : 0.0f;
+          const float mean = values.V_mean ? V_mean[min(c * 8 + t * 2 + j, HEAD_DIM - 1)] : 0.0f;
           const float x = fmaf(O_acc[r][c][2 * h + j], inverse_l, mean);  // R7
-          value[j] = inverse_l != 0.0f ? x : 0.0f;  // a row without keys is 0
+          O_acc[r][c][2 * h + j] = inverse_l != 0.0f ? x : 0.0f;          // a row without keys is 0
         }
-        store_sums(O + row * p.O_stride.len, col, value[0], value[1]);
+        store_sums(
+            O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h], O_acc[r][c][2 * h + 1]);
       }
     }
 }

@@ -173,8 +173,8 @@ __device__ __forceinline__ float row_factor(float factor, float scale) {
 // The same of a row of Q whose masked scores stay -inf even if its scale is NaN. The factor is then
 // NAN_ROW, which no other row has, and S6 makes l NaN unless the row has no keys.
 constexpr float NAN_ROW = 0x1p-148f;
-__device__ __forceinline__ float factor_of_Q_row(float factor, float scale) {
-  const float product = factor * scale;
+__device__ __forceinline__ float factor_of_Q_row(const AttnParams& p, float scale) {
+  const float product = softmax_scale(p) * scale;
   return product > NAN_ROW ? product : product <= NAN_ROW ? __int_as_float(1) : NAN_ROW;
 }
 __device__ __forceinline__ float l_of_Q_row(const RowState& state, float row_factor) {
