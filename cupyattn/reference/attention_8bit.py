@@ -71,8 +71,8 @@ def by_tile(
     inverse_l = state.inverse_l()[..., None]
     O = O * (V_scale[..., :1, :] * inverse_l if n.scales_last else inverse_l)  # R7
     if quantized.v_mean is not None:
-        mean = np.asarray(quantized.v_mean)[:, :, None, None]
-        O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0
+        O = O + np.asarray(quantized.v_mean)[:, :, None, None]  # R7
+    O = np.where(state.l[..., None] == 0, np.float32(0), O)  # a row without keys
     state.l = exact_l * np.float32(1 / one) if scores.subtracts_first else exact_l  # R7: units of M
     return O, state
 
@@ -116,5 +116,6 @@ def by_shifts(
     factor = V_scale * state.inverse_l()[..., None]  # R7
     mean: Float32 = np.zeros(1, np.float32)
     if quantized.v_mean is not None:
-        mean = np.where(state.l[..., None] == 0, 0, np.asarray(quantized.v_mean)[:, :, None, None])
-    return fma32(O.astype(np.float32), factor, mean), state  # R7; a row without keys stays 0
+        mean = np.asarray(quantized.v_mean)[:, :, None, None]
+    O = fma32(O.astype(np.float32), factor, mean)  # R7
+    return np.where(state.l[..., None] == 0, np.float32(0), O), state  # a row without keys

@@ -57,12 +57,6 @@ RUNGS: dict[str, Rung] = {
 #: Codes whose results for such scores may be 0 or infinite (docs/MATH_REFERENCE.md).
 OVERFLOWING = ca.QuantConfig(pv="int8"), ca.QuantConfig(pv="fp8")
 HOPPER = tuple(name for name, rung in RUNGS.items() if rung[1])
-#: Rungs whose rows without keys differ from the mirror's, NaN in one and 0 in the other. That is so
-#: where the scale of such a row is NaN, or a value is infinite. It is open which of both is right.
-APART = (
-    "fa_int8", "fa_int8, fused", "fa_int8, pv8 whole", "fa_int8, v8", "fa_int8, sm90 pv8",
-    "fa_int8, sm90 fp8",
-)  # fmt: skip
 #: Rungs that are called with masks and biases.
 SCORED = ("unfused", "fa", "fa_warps", "fa_tc", "fa_int8", *HOPPER)
 #: Rungs that are also tried with every kind of mask and bias, and with head_dim 128.
@@ -96,8 +90,7 @@ def attend(
     if quant is not None:
         if options.get("softcap"):
             quant = replace(quant, smooth_k=False)
-        target = arch if inside else None
-        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, tiles=tiles)
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch, tiles=tiles)
     asked: dict[str, Any] = {"variant": variant, "arch": arch, "backend": "interpret"}
     asked |= {"return_lse": with_lse, "tiles": tiles, **options}
     operands: Any = (q, k, v)
@@ -130,8 +123,7 @@ def _packed(rung: Rung, head_dim: int, options: dict[str, Any], *, inside: bool 
     named: dict[str, Any] = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True))
     z = None
     if quant is not None:
-        target = arch if inside else None
-        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=target, **named)
+        z = ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch, **named)
     operands = (q, k, v, *ends) if z is None or inside else (z,)
     asked = {"variant": variant, **options}
     given: dict[str, Any] = {"arch": arch, "backend": "interpret", **asked}
@@ -155,7 +147,7 @@ def _large(rung: Rung, kind: str) -> str:
     if kind == "opposed":
         k = -k * rng.uniform(0.9, 1, (300, 1))
     elif kind == "two levels":
-        k[:, :, :70] *= -1
+        k[:, :, :200] *= -1  # several steps
     else:
         q *= (np.arange(HEAD_DIM) == 7) * rng.choice([-1, 1], (20, 1))
         k *= rng.integers(4, 8, (300, 1)) / 8
@@ -166,7 +158,7 @@ def _large(rung: Rung, kind: str) -> str:
     if quant is not None and quant.fused:
         asked["quant"] = quant
     elif quant is not None:
-        operands = (ca.quantize(q, k, v, quant=quant, backend="mirror"),)
+        operands = (ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch),)
     o, lse = (as_float64(x) for x in ca.attention(*operands, return_lse=True, **asked))
     if not np.isfinite(o).all() or not np.isfinite(lse).all():
         return "large scores: not finite"
@@ -196,7 +188,7 @@ def _not_finite(rung: Rung, len_kv: int = 150) -> str:
     """Run NaN and infinities: they reach the results that the mirror's reach, and no others."""
     variant, arch, dtype, quant = rung
     q, k, v = arrays(70, len_kv, dtype, 9, heads=(2, 1))
-    q[0, 0, 7, 3] = np.nan
+    q[0, 0, [7, 12], 3] = np.nan  # rows of both halves of a fragment
     k[1, 0, len_kv - 10, 5] = np.nan
     v[0, 0, len_kv // 2 - 15, 40] = np.inf
     asked: dict[str, Any] = {"variant": variant, "causal": True, "return_lse": True}
@@ -205,11 +197,12 @@ def _not_finite(rung: Rung, len_kv: int = 150) -> str:
         if quant is not None and quant.fused:
             asked["quant"] = quant
         elif quant is not None:
-            operands = (ca.quantize(q, k, v, quant=quant, backend="mirror"),)
+            operands = (ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch),)
         found = ca.attention(*operands, **asked, arch=arch, backend="interpret")
         want = ca.attention(*operands, **asked, arch=arch, backend="mirror")
     same = [
         (np.isfinite(as_float64(x)) == np.isfinite(as_float64(y))).all()
+        and (np.isneginf(as_float64(x)) == np.isneginf(as_float64(y))).all()
         for x, y in zip(found, want, strict=True)
     ]
     return "" if all(same) else "not finite in other places than the mirror"
@@ -235,9 +228,10 @@ def _calls_of(name: str, rung: Rung) -> dict[str, Callable[[], str]]:
         "packed": lambda: _packed(rung, 64, {"causal": True}),
         "large scores, ties": lambda: _large(rung, "ties"),
         "not finite": lambda: _not_finite(rung),
+        "not finite, rows without keys": lambda: _not_finite(rung, 40),
     }
-    if name not in APART:
-        calls["not finite, rows without keys"] = lambda: _not_finite(rung, 40)
+    if quant not in (*OVERFLOWING, FP8):
+        calls["large scores, two levels"] = lambda: _large(rung, "two levels")
     if arch is None:
         calls["head_dim 36"] = lambda: attend(rung, narrow, {"causal": True})
         calls["head_dim 7"] = lambda: attend(rung, odd, {}, with_lse=False)
@@ -356,6 +350,9 @@ def _of_codes(rung: Rung, plain: Any, fewer: Any, number: int) -> dict[str, Call
         calls["full sums"] = lambda: _full_sums(rung)
     if quant not in OVERFLOWING:
         calls["large scores, opposed"] = lambda: _large(rung, "opposed")
+    if quant not in (*OVERFLOWING, FP8):
+        unsmoothed = *rung[:3], replace(quant, smooth_k=False)
+        calls["large scores, far below 0"] = lambda: _large(unsmoothed, "opposed")
     q, k, v = arrays(*FEWER, dtype, 13, batch=1)
     rising = np.linspace(-3, 3, FEWER[1]).astype(q.dtype)[:, None]
     shifted = q + q.dtype.type(1), k + rising * np.float16([1, -1]).repeat(32), v + rising

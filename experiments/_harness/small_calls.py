@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from experiments._harness.small_attention import attention_calls
 from experiments._harness.small_codes import code_calls
+from experiments._harness.small_draws import draw_calls
 from experiments._harness.small_gradients import gradient_calls
 from experiments._harness.small_layers import layer_calls
 from experiments._harness.small_shapes import shape_calls
@@ -18,4 +19,4 @@ from experiments._harness.small_shapes import shape_calls
 def small_calls() -> dict[str, Callable[[], str]]:
     """Return all calls by name, one operation after the other."""
     attention = attention_calls() | shape_calls()
-    return attention | code_calls() | gradient_calls() | layer_calls()
+    return attention | code_calls() | gradient_calls() | layer_calls() | draw_calls()

@@ -347,6 +347,7 @@ def _products() -> dict[str, Callable[[], str]]:
     by_row = {"strategy": "channel"}
     products: dict[str, tuple[tuple[int, int, int], GemmTiles, str | None, dict[str, Any]]] = {
         "blocks": ((70, 68, 400), SMALL, None, {"bias": True, "activation": "gelu"}),
+        "fewer accesses than threads": ((20, 140, 304), GemmTiles(16, 128, 8, 2), None, {}),
         "outliers": ((40, 36, 200), SMALL, None, {"outliers": 9, "out_dtype": "float16"}),
         "gates": ((42, 36, 200), SMALL, None, {"gates": 3, "activation": "gelu_tanh"}),
         "swiglu": ((40, 72, 200), SMALL, None, {"activation": "swiglu", "bias": True}),
@@ -357,6 +358,7 @@ def _products() -> dict[str, Callable[[], str]]:
         "split": ((70, 68, 900), split, "sm_90", {"bias": True}),
         "sm90 blocks": ((150, 140, 912), hopper, "sm_90a", {"bias": True, "activation": "gelu"}),
         "sm90 outliers": ((70, 140, 304), hopper, "sm_90a", {"outliers": 16, "gates": 2}),
+        "sm90 many outliers": ((40, 72, 272), hopper, "sm_90a", {"outliers": 80}),
         "sm90 rows": ((150, 140, 704), hopper, "sm_90a", {**by_row, "bias": True}),
         "sm90 rows, swiglu": ((70, 140, 304), hopper, "sm_90a", {
             **by_row, "activation": "swiglu", "out_dtype": "float16"}),

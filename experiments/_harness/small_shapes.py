@@ -40,7 +40,7 @@ def _packed_edges(rung: Rung, lengths: Any, head_dim: int, options: dict[str, An
     if quant is None:
         o, lse = ca.attention_varlen(q, k, v, *ends, **given)
         return said_of(ca.testing.judge(o, q, k, v, lse=lse, **asked, **named))
-    z = ca.quantize(q, k, v, quant=quant, backend="interpret", **named)
+    z = ca.quantize(q, k, v, quant=quant, backend="interpret", arch=arch, **named)
     o, lse = ca.attention_varlen(z, **given)
     return said_of(ca.testing.judge(o, q, k, v, lse=lse, quantized=z, **asked))
 
@@ -57,7 +57,7 @@ def _biased_not_finite(rung: Rung) -> str:
     operands: Any = (q, k, v)
     with np.errstate(invalid="ignore"):
         if quant is not None:
-            operands = (ca.quantize(q, k, v, quant=quant, backend="mirror"),)
+            operands = (ca.quantize(q, k, v, quant=quant, backend="mirror", arch=arch),)
         found, want = (ca.attention(*operands, **asked, backend=x) for x in ("interpret", "mirror"))
     for x, y in zip(found, want, strict=True):
         x, y = as_float64(x), as_float64(y)
@@ -74,7 +74,7 @@ def _prepared(rung: Rung, options: dict[str, Any]) -> str:
     variant, arch, dtype, quant = rung
     q, k, v = arrays(70, 150, dtype, 32, heads=(4, 2))
     own = {n: options[n] for n in options if n.startswith(("rope", "qk_norm"))}
-    z = ca.quantize(q, k, v, quant=quant, backend="interpret", **own)
+    z = ca.quantize(q, k, v, quant=quant, backend="interpret", arch=arch, **own)
     others = {n: x for n, x in options.items() if n not in own}
     o, lse = ca.attention(
         z, variant=variant, arch=arch, backend="interpret", return_lse=True, **others

@@ -72,10 +72,13 @@ NOT_COMPILED, SAME_CODE, NOTICED, SURVIVED = "does not compile", "same code", "n
 EXPLAINED = recording.ROOT / "experiments" / "accuracy" / "survivors.json"
 #: Records of runs with fewer calls.
 EARLIER = tuple(
-    f"mutation_score_{nth}" for nth in ("first", "second", "third", "fourth", "fifth", "sixth")
+    f"mutation_score_{nth}"
+    for nth in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh")
 )
 #: Survivors of the record that change a result, after rules and calls that some of them led to.
 AGAIN = f"{NAME}_again"
+#: Share of all faults that is to be noticed, in percent.
+GOAL = 97
 #: Reasons.
 NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
 
@@ -499,9 +502,10 @@ def _survivors(record: Mapping[str, Any]) -> list[str]:
     count = {reason: reasons.count(reason) for reason in (NO_CHANGE, NO_CASE, OPEN)}
     noticed = sum(x["became"] == NOTICED for x in record["faults"])
     rest = noticed + count[NO_CASE] + count[OPEN]
+    share = 100 * noticed / max(1, noticed + len(cells))
     return [
-        f"{noticed} of {noticed + len(cells)} faults are noticed "
-        f"({100 * noticed / max(1, noticed + len(cells)):.1f} %). Of the {len(cells)} survivors, "
+        f"{noticed} of {noticed + len(cells)} faults are noticed ({share:.1f} %). The goal of "
+        f"{GOAL} % is {'reached' if share >= GOAL else 'missed'}. Of the {len(cells)} survivors, "
         f"{count[NO_CHANGE]} change no result. Without these, {noticed} of {rest} are noticed "
         f"({100 * noticed / max(1, rest):.1f} %). No call had the case of {count[NO_CASE]}; "
         f"{count[OPEN]} open.",

@@ -87,7 +87,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
   for (int r = 0; r < MMA_ROWS; ++r)
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      Q_factor[r][h] = row_factor(softmax_scale(p), smem.Q_scale[row0 + r * 16 + g + h * 8]);  // R3
+      Q_factor[r][h] = factor_of_Q_row(p, smem.Q_scale[row0 + r * 16 + g + h * 8]);  // R3
   const KeptKeys keys(p, batch, head, q0, kv_begin(p, q0), kv_end(p, q0, BLOCK_Q));
   const int first_step = keys.begin / BLOCK_KV;
   const int num_steps = ceil_div(keys.end, BLOCK_KV);
@@ -220,6 +220,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void attn_fa_int8_fused(
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       state[r][h].l = shfl_sum<4>(state[r][h].l);  // R6
+      state[r][h].l = l_of_Q_row(state[r][h], Q_factor[r][h]);
       const float inverse_l = state[r][h].inverse_l();
       const int row = row0 + r * 16 + g + h * 8;
       if (q0 + row >= p.len_q) continue;

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from experiments._harness import small_codes, small_gradients, small_layers, small_shapes
+from experiments._harness import (
+    small_codes,
+    small_draws,
+    small_gradients,
+    small_layers,
+    small_shapes,
+)
 from experiments._harness.small_attention import attention_calls
 from experiments._harness.small_calls import small_calls
 
@@ -55,6 +61,6 @@ def test_wrong_results_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_say_what_is_called() -> None:
     parts = (
         attention_calls, small_shapes.shape_calls, small_codes.code_calls,
-        small_gradients.gradient_calls, small_layers.layer_calls,
+        small_gradients.gradient_calls, small_layers.layer_calls, small_draws.draw_calls,
     )  # fmt: skip
     assert len(small_calls()) == sum(len(x()) for x in parts)

@@ -65,6 +65,8 @@ FLUSHING = {
     "pv8 of 8.0": Form("fa_int8", "sm_80", {"pv": "int8"}),
 }
 ALL = FORMS | FLUSHING
+#: Forms of Hopper.
+HOPPER = [name for name, form in ALL.items() if form.arch == "sm_90a"]
 #: Rungs that multiply Q and K without codes.
 WHOLE = [name for name, form in FORMS.items() if form.quant is None]
 KINDS = ("normal", "constant", "opposed", "one key", "two levels", "spike", "sparse")
@@ -219,3 +221,18 @@ def check_infinite(name: str, value: float, backend: str, move: Move) -> None:
     (o,) = call(form, (q, k, v), backend, move, **options)
     np.testing.assert_array_equal(o[..., 5], np.float32(value))
     assert np.isfinite(np.delete(o, 5, axis=-1)).all()
+
+
+def check_empty_rows(name: str, backend: str, move: Move) -> None:
+    """Hold rows without keys to be 0 beside a NaN of Q and, if V has codes, an infinity of V."""
+    form = ALL[name]._replace(lengths=(70, 40))
+    q, k, v = operands("normal", 1.0, 0, form)
+    q[:, :, [7, 12, 50], 3] = np.nan  # in both halves of a fragment, and one with keys
+    options: dict[str, Any] = {"causal": True, "return_lse": True}
+    if form.quant is not None:
+        options["quant"] = config(form, smooth_v="pv" in form.quant)
+        if "pv" in form.quant:
+            v[:, :, 3, 5] = np.inf
+    o, lse = call(form, (q, k, v), backend, move, **options)
+    assert not o[:, :, :30].any() and (lse[:, :, :30] == -np.inf).all()
+    assert np.isnan(o[:, :, 50]).all() and np.isnan(lse[:, :, 50]).all()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cupyattn.reference.attention import attention_mirror
 from tests.kernels import large_score_cases as cases
-from tests.support.marks import slow
+from tests.support.marks import slow, slow_rows
 
 FLAGS = {"smooth_k": True, "causal": False, "return_lse": True}
 HUGE = {**FLAGS, "smooth_k": False}
@@ -94,3 +94,15 @@ def test_they_do_in_the_mirror_too(behind: float) -> None:
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_stays_so(form: str, value: float) -> None:
     cases.check_infinite(form, value, "interpret", np.asarray)
+
+
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [
+        *((form, "mirror") for form in cases.ALL),
+        *((form, "interpret") for form in ("fa_int8", "fa_int8, fused", "v8", "pv8")),
+        *slow_rows((form, "interpret") for form in ("fa_tc", "pv8_whole", "e4m3", *cases.HOPPER)),
+    ],
+)
+def test_what_is_not_finite_leaves_rows_without_keys_empty(form: str, backend: str) -> None:
+    cases.check_empty_rows(form, backend, np.asarray)

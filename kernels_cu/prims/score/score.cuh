@@ -170,6 +170,17 @@ __device__ __forceinline__ float row_factor(float factor, float scale) {
   return product == 0.0f ? __int_as_float(1) : product;
 }
 
+// The same of a row of Q whose masked scores stay -inf even if its scale is NaN. The factor is then
+// NAN_ROW, which no other row has, and S6 makes l NaN unless the row has no keys.
+constexpr float NAN_ROW = 0x1p-148f;
+__device__ __forceinline__ float factor_of_Q_row(const AttnParams& p, float scale) {
+  const float product = softmax_scale(p) * scale;
+  return product > NAN_ROW ? product : product <= NAN_ROW ? __int_as_float(1) : NAN_ROW;
+}
+__device__ __forceinline__ float l_of_Q_row(const RowState& state, float row_factor) {
+  return row_factor == NAN_ROW && state.has_keys() ? __int_as_float(0x7fc00000) : state.l;
+}
+
 // M and the exponent of 2 of a score. `to_log2` is the factor from a product q.k to log2 units.
 // Natural scores are subtracted before they are multiplied, so a bias may have any size.
 __device__ __forceinline__ float row_maximum(float m, float to_log2) {
