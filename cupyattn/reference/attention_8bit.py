@@ -71,8 +71,10 @@ def by_tile(
     inverse_l = state.inverse_l()[..., None]
     O = O * (V_scale[..., :1, :] * inverse_l if n.scales_last else inverse_l)  # R7
     if quantized.v_mean is not None:
-        O = O + np.asarray(quantized.v_mean)[:, :, None, None]  # R7
-    O = np.where(state.l[..., None] == 0, np.float32(0), O)  # a row without keys
+        mean = np.asarray(quantized.v_mean)[:, :, None, None]
+        O = np.where(state.l[..., None] == 0, O, O + mean)  # R7; a row without keys stays 0
+    if scores.listed_rows:  # Hopper forms store 0 there, even if a scale of V is NaN
+        O = np.where(state.l[..., None] == 0, np.float32(0), O)
     state.l = exact_l * np.float32(1 / one) if scores.subtracts_first else exact_l  # R7: units of M
     return O, state
 

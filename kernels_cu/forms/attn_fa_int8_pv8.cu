@@ -312,10 +312,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
 #pragma unroll
     for (int c = 0; c < MMA_COLS; ++c)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i) {
+        const float v_scale = scale[min(c * 8 + t * 2 + i % 2, HEAD_DIM - 1)];
 #pragma unroll
-        for (int r = 0; r < MMA_ROWS; ++r)
-          O_acc[r][c][i] *= scale[min(c * 8 + t * 2 + i % 2, HEAD_DIM - 1)];  // R7
+        for (int r = 0; r < MMA_ROWS; ++r) O_acc[r][c][i] *= v_scale;  // R7
+      }
   }
 #pragma unroll
   for (int r = 0; r < MMA_ROWS; ++r)
@@ -342,16 +343,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, RESIDENT) void attn_fa_int8
         if (t == 0) lse_of(p, batch_head, head)[q0 + row] = state[r][h].lse();
       const float* V_mean = values.V_mean  // [HEAD_DIM]
                             + (batch * p.heads_kv + head_kv) * HEAD_DIM;
+      const bool has_mean = values.V_mean && inverse_l != 0.0f;  // a row without keys stays 0
 #pragma unroll
       for (int c = 0; c < MMA_COLS; ++c) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float mean = values.V_mean ? V_mean[min(c * 8 + t * 2 + j, HEAD_DIM - 1)] : 0.0f;
-          const float x = fmaf(O_acc[r][c][2 * h + j], inverse_l, mean);  // R7
-          O_acc[r][c][2 * h + j] = inverse_l != 0.0f ? x : 0.0f;          // a row without keys is 0
-        }
+        const int col = c * 8 + t * 2;
+        const float mean0 = has_mean ? V_mean[min(col, HEAD_DIM - 1)] : 0.0f;
+        const float mean1 = has_mean ? V_mean[min(col + 1, HEAD_DIM - 1)] : 0.0f;
         store_sums(
-            O + row * p.O_stride.len, c * 8 + t * 2, O_acc[r][c][2 * h], O_acc[r][c][2 * h + 1]);
+            O + row * p.O_stride.len, col, fmaf(O_acc[r][c][2 * h], inverse_l, mean0),
+            fmaf(O_acc[r][c][2 * h + 1], inverse_l, mean1));  // R7
       }
     }
 }

@@ -224,14 +224,14 @@ def check_infinite(name: str, value: float, backend: str, move: Move) -> None:
 
 
 def check_empty_rows(name: str, backend: str, move: Move) -> None:
-    """Hold rows without keys to be 0 beside a NaN of Q and, if V has codes, an infinity of V."""
+    """Hold rows without keys to be 0 beside a NaN of Q and, of V in one unit, an infinity."""
     form = ALL[name]._replace(lengths=(70, 40))
     q, k, v = operands("normal", 1.0, 0, form)
     q[:, :, [7, 12, 50], 3] = np.nan  # in both halves of a fragment, and one with keys
     options: dict[str, Any] = {"causal": True, "return_lse": True}
     if form.quant is not None:
         options["quant"] = config(form, smooth_v="pv" in form.quant)
-        if "pv" in form.quant:
+        if "pv" in form.quant and not name.startswith(("pv8", "e4m3")) or name == "pv8_whole":
             v[:, :, 3, 5] = np.inf
     o, lse = call(form, (q, k, v), backend, move, **options)
     assert not o[:, :, :30].any() and (lse[:, :, :30] == -np.inf).all()

@@ -58,7 +58,7 @@ SPILLED = {
     ("fa_int8", "float32", 128): 16,
     ("fa_tc", "float16", 128): 36,
     ("fa_tc", "bfloat16", 128): 36,
-    ("fa_int8@v8", "float16", 128): 48,  # on 8.9
+    ("fa_int8@v8", "float16", 128): 64,  # on 8.9
     ("fa_int8@pv8", "float32", 64): 8,
     ("fa_int8@pv8", "float32", 256): 8,
 }

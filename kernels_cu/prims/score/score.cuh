@@ -174,8 +174,7 @@ __device__ __forceinline__ float row_factor(float factor, float scale) {
 // NAN_ROW, which no other row has, and S6 makes l NaN unless the row has no keys.
 constexpr float NAN_ROW = 0x1p-148f;
 __device__ __forceinline__ float factor_of_Q_row(const AttnParams& p, float scale) {
-  const float product = softmax_scale(p) * scale;
-  return product > NAN_ROW ? product : product <= NAN_ROW ? __int_as_float(1) : NAN_ROW;
+  return fmaxf(softmax_scale(p) * scale, scale == scale ? 2 * NAN_ROW : NAN_ROW);
 }
 __device__ __forceinline__ float l_of_Q_row(const RowState& state, float row_factor) {
   return row_factor == NAN_ROW && state.has_keys() ? __int_as_float(0x7fc00000) : state.l;
