@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 
 from cupyattn import cli
+from tests.support.marks import slow_unless
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -82,7 +83,11 @@ def check_page(page: Path) -> int:
     return sum(block.language == "python" for block in found)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    slow_unless(lambda _, page: page.stem != "TROUBLESHOOTING", PAGES),
+    ids=lambda page: page.stem,
+)
 def test_the_blocks_print_what_stands_under_them(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,7 +193,7 @@ def test_a_policy_that_follows_noise_is_native_where_no_step_is_seen() -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["method", *slow(("torch.compile", "blocks"))])
+@pytest.mark.parametrize("way", ["blocks", *slow(("torch.compile", "method"))])
 def test_handles_of_one_compiled_model_follow_their_own_policies(way: str) -> None:
     scheduler, model, x, graphs = steps(4), Model(), rows(), Graphs()
     own = copy.deepcopy(model)

@@ -291,6 +291,7 @@ for activation in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_jax_kept_on_disk_runs_in_another_process(tmp_path: Path) -> None:
     """The second process finds all that it needs; another activation is another program."""
     lines: list[str] = []
