@@ -172,10 +172,9 @@ def _called(function: Callable[[], Any], file: str) -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:
-        found = _within(error.__traceback__, file)
         _say_traceback(error, None, file)
         lines = [
-            frame.lineno for frame in traceback.extract_tb(found)
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__)
             if _is_file(frame.filename, file)
         ]  # fmt: skip
         where = f"{file}, line {lines[-1]}" if lines else file
