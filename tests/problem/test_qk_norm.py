@@ -474,12 +474,10 @@ def prepares(how: Preparation) -> dict[str, Any]:
 
 # ---- every rung ----------------------------------------------------------------------------------
 
-PORTABLE = [rung for rung in runs.RUNGS if "@" not in rung]
-
 
 @pytest.mark.parametrize("kind", KINDS[-2:])
 @pytest.mark.parametrize(
-    "rung", [*runs.in_turn(3, PORTABLE), pytest.param("fa_int8@fused", marks=pytest.mark.slow)]
+    "rung", [*runs.in_turn(3, runs.PORTABLE), pytest.param("fa_int8@fused", marks=pytest.mark.slow)]
 )
 def test_rungs_attend_with_prepared_operands(rung: str, kind: str) -> None:
     """Within the bounds, J3 of fa_int8 against operands prepared in float64 among them."""

@@ -36,7 +36,7 @@ from tests.support import runs
 from tests.support.marks import slow
 from tests.support.planned import plan_attention
 from tests.support.runs import (
-    RUNGS,
+    PORTABLE,
     bits,
     column_tables,
     embedded,
@@ -50,7 +50,6 @@ LEN_Q, LEN_KV, HEAD_DIM = 37, 50, 16
 SHAPE_Q, SHAPE_KV = (1, 2, LEN_Q, HEAD_DIM), (1, 1, LEN_KV, HEAD_DIM)
 SIZES = LEN_Q, LEN_KV, HEAD_DIM
 TABLES = rope_tables(90, HEAD_DIM)
-PORTABLE = [rung for rung in RUNGS if "@" not in rung]
 CELLS = [(rung, dtype) for rung in PORTABLE for dtype in variant_of(rung).dtypes]
 BACKENDS = ("mirror", "interpret")
 

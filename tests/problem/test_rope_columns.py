@@ -23,7 +23,7 @@ from cupyattn.reference.exact import attention_exact
 from tests.backward.backward_cases import received, run_backward
 from tests.support import runs
 from tests.support.runs import (
-    RUNGS,
+    PORTABLE,
     bits,
     column_tables,
     normal,
@@ -37,7 +37,6 @@ SHAPE_Q, SHAPE_KV = (1, 2, LEN_Q, HEAD_DIM), (1, 1, LEN_KV, HEAD_DIM)
 SIZES = LEN_Q, LEN_KV, HEAD_DIM
 TABLES = column_tables(90, HEAD_DIM)
 WEIGHTS = np.linspace(0.5, 2, HEAD_DIM, dtype=np.float32), np.ones(HEAD_DIM, np.float32)
-PORTABLE = [rung for rung in RUNGS if "@" not in rung]
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -42,6 +42,8 @@ RUNGS = [
     for form in variant.forms
     if form not in ("split", "fused", "sm90_pv8", "sm90_pv8_by_tile", "sm90_fp8")
 ]
+#: Those that every device runs.
+PORTABLE = [rung for rung in RUNGS if "@" not in rung]
 
 
 def variant_of(rung: str) -> Variant:
