@@ -129,7 +129,7 @@ def settle_backward(
         Whether the same call gives the same bits on every run; None: the faster form.
     arch : str, optional
         Architecture that it will run on. On ``"sm_90a"`` a Hopper form runs if it takes the call;
-        past head_dim 128 it is the deterministic form (`backward_tiles.PAIRED`).
+        past head_dim 128 calls that pairs of blocks do not take get the deterministic form.
 
     Returns
     -------
@@ -151,9 +151,9 @@ def settle_backward(
 
 def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, int]:
     if call.head_dim > SUMMED:
-        if known.PAIRED and not deterministic and pairs_take(call):
-            return "sm90_atomic", SUMS_DQ
-        return "sm90_deterministic", NO_DQ
+        if deterministic or not pairs_take(call):
+            return "sm90_deterministic", NO_DQ
+        return "sm90_atomic", SUMS_DQ
     if deterministic or (deterministic is None and order_is_faster(call)):
         return "sm90_deterministic", SUMS_DQ_IN_ORDER
     return "sm90_atomic", SUMS_DQ
@@ -161,7 +161,8 @@ def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, 
 
 def pairs_take(call: AttentionSpec) -> bool:
     """Return whether ``backward_keys_pair.cu`` takes a call that the Hopper form takes."""
-    return not call.softcap and call.block_mask == (0, 0) and call.packed is None
+    plain = not (call.softcap or call.mask or call.bias)
+    return plain and call.block_mask == (0, 0) and call.packed is None
 
 
 def order_is_faster(call: AttentionSpec) -> bool:

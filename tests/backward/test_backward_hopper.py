@@ -155,8 +155,12 @@ def test_kernels_with_a_float32_bias_spill_next_to_nothing(
 
 
 def check_kernels(call: Any, most_spilled: int = 0, **changed: Operand) -> None:
-    """Compile the Hopper kernels of a call in both forms, and raise for what they must not do."""
-    plans = [hopper_plan(call, deterministic=form, **changed) for form in FORMS.values()]
+    """Compile the Hopper kernels of a call, and raise for what they must not do.
+
+    In both forms; past head_dim 128 in the deterministic one (the other: test_backward_pair.py).
+    """
+    forms = FORMS.values() if call.head_dim <= SUMMED else [True]
+    plans = [hopper_plan(call, deterministic=form, **changed) for form in forms]
     modules = {x.module: x.entry for plan in plans for x in plan.launches}
     hopper = {m: entry for m, entry in modules.items() if m.path.parent.name == "sm90"}
     narrow = ["backward_keys", "backward_keys", "backward_sums"]  # no sums behind turns
@@ -235,7 +239,7 @@ def test_explain_names_the_form() -> None:
     [
         (64, 1024, False, "sm90_deterministic"), (64, 1025, False, "sm90_atomic"),
         (40, 2048, True, "sm90_deterministic"), (40, 2050, True, "sm90_atomic"),
-        (72, 16_384, True, "sm90_deterministic"), (256, 50, False, "sm90_deterministic"),
+        (72, 16_384, True, "sm90_deterministic"), (256, 50, False, "sm90_atomic"),
     ],
 )  # fmt: skip
 def test_where_no_form_is_asked_for_the_faster_one_is_taken(

@@ -26,7 +26,6 @@ from tests.backward.backward_cases import (
     admitting,
     file_of,
     gradients_of_lse,
-    pairs_taken,
     received,
     revealing_backward,
     revealing_hopper_backward,
@@ -36,7 +35,6 @@ from tests.backward.backward_cases import (
     run_backward,
     run_packed_backward,
     sparse,
-    taken_from,
 )
 from tests.backward.coarse_cases import LOWEST, biased, check, defined, large_products
 from tests.backward.test_backward_faults import FAULTS
@@ -113,23 +111,21 @@ def test_a_mistake_is_noticed(fault: Any, tmp_path: Any, monkeypatch: Any) -> No
                 )
                 for inputs, options in revealing_of(file_of(fault), form)
             )  # fmt: skip
-        with taken_from(file_of(fault)):
-            assert any(not one.judge().passed for one in runs), f"{form}: {fault.sentence}"
+        assert any(not one.judge().passed for one in runs), f"{form}: {fault.sentence}"
 
 
 def test_pairs_of_blocks() -> None:
     """Gradients within their bound; gradients of K and V have the same bits on every run."""
     how = options_of("sm90_atomic")
-    with pairs_taken():
-        for inputs, options in revealing_pair_backward():
-            amid_nan: Any = (*map(embedded, inputs[:5]), *on_device(inputs[5]))
-            run_backward(amid_nan, **how, **moved(options)).check()
-        inputs = forward(*on_device(*normal((2, 8, 700, 256), (2, 2, 900, 256), "bfloat16")))
-        run_backward(inputs, **how).check()
-        first = attention_backward(*inputs, **how)
-        for _ in range(100):
-            _, dk, dv = attention_backward(*inputs, **how)
-            assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
+    for inputs, options in revealing_pair_backward():
+        amid_nan: Any = (*map(embedded, inputs[:5]), *on_device(inputs[5]))
+        run_backward(amid_nan, **how, **moved(options)).check()
+    inputs = forward(*on_device(*normal((2, 8, 700, 256), (2, 2, 900, 256), "bfloat16")))
+    run_backward(inputs, **how).check()
+    first = attention_backward(*inputs, **how)
+    for _ in range(100):
+        _, dk, dv = attention_backward(*inputs, **how)
+        assert bits(dk) == bits(first.dk) and bits(dv) == bits(first.dv)
 
 
 def test_rotary_embeddings_are_as_on_the_host(how: dict[str, Any]) -> None:
