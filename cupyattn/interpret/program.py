@@ -7,6 +7,7 @@ import functools
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cupyattn.interpret import (  # noqa: F401  they fill the table
     access,
@@ -25,6 +26,7 @@ from cupyattn.interpret.ptx import (
     Instruction,
     Kernel,
     Module,
+    Register,
     Symbol,
     Variable,
     Vector,
@@ -34,8 +36,7 @@ from cupyattn.interpret.semantics import Execute, Step
 from cupyattn.interpret.variables import Extent, extents_of
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Steps that run one after the other once the first one runs.
 
     Parameters
@@ -217,6 +218,8 @@ def _symbols(kernel: Kernel) -> Iterator[str]:
         stack = list(instruction.operands)
         while stack:
             operand = stack.pop()
+            if isinstance(operand, Register):
+                continue  # the commonest
             if isinstance(operand, Symbol):
                 yield operand.name
             elif isinstance(operand, Address):

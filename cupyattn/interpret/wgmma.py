@@ -16,7 +16,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -465,17 +465,21 @@ def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
     return {index: row for row, index in enumerate(found)}
 
 
-def _may_name(operand: Operand, held: Mapping[int, int]) -> bool:
-    """Return whether an operand may name one of some registers, by a glance at the commonest."""
-    if isinstance(operand, Register):
-        return operand.index in held
-    return not isinstance(operand, Immediate)
+def _may_name(operands: Sequence[Operand], held: Mapping[int, int]) -> bool:
+    """Return whether operands may name one of some registers, by a glance at the commonest."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            if operand.index in held:
+                return True
+        elif not isinstance(operand, Immediate):
+            return True
+    return False
 
 
 def watched(step: Step, held: Mapping[int, int]) -> Step:
     """Return a step that first checks its registers against the products that may hold them."""
     inst = step.instruction
-    if not held or inst.opcode == "wgmma" or not any(_may_name(x, held) for x in inst.operands):
+    if not held or inst.opcode == "wgmma" or not _may_name(inst.operands, held):
         return step
     changed = tuple(i for i in _indices(written(inst)) if i in held)
     used = tuple(dict.fromkeys((*changed, *(i for i in _indices(read(inst)) if i in held))))
@@ -486,4 +490,4 @@ def watched(step: Step, held: Mapping[int, int]) -> Step:
         machine.warpgroups.touch(used, changed, executing(machine, inst, lanes))
         step.execute(machine, lanes)
 
-    return replace(step, execute=execute)
+    return step._replace(execute=execute)
