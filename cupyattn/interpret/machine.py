@@ -13,8 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -82,8 +81,7 @@ def schedule(seed: int) -> Iterator[None]:
         _dice.reset(token)
 
 
-@dataclass(frozen=True)
-class BoundLaunch:
+class BoundLaunch(NamedTuple):
     """A launch whose buffers and variables have addresses.
 
     Parameters

@@ -205,6 +205,8 @@ class Kernel:
         Index of the next instruction; labels of inner scopes are named as registers are.
     variables : dict of str to Variable
         Declared in the body.
+    named : set of str
+        Variables and parameters that instructions name.
     max_threads : int or None
         Threads of a block, by ``.maxntid`` or ``.reqntid``.
     cluster : int
@@ -221,6 +223,7 @@ class Kernel:
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
     variables: dict[str, Variable]
+    named: set[str]
     max_threads: int | None
     cluster: int = 1
     min_blocks: int = 1

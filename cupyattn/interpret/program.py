@@ -22,14 +22,10 @@ from cupyattn.interpret import (  # noqa: F401  they fill the table
 )
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import (
-    Address,
     Instruction,
     Kernel,
     Module,
-    Register,
-    Symbol,
     Variable,
-    Vector,
     parse,
 )
 from cupyattn.interpret.semantics import Execute, Step
@@ -150,9 +146,8 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
         for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True)
         if start < len(steps)
     }
-    named = set(_symbols(kernel))
     variables = {**module.variables, **kernel.variables}
-    used = {name: v for name, v in variables.items() if name in named}
+    used = {name: v for name, v in variables.items() if name in kernel.named}
     shared, shared_bytes = _place(used, "shared", SHARED_BASE)
     local, local_bytes = _place(used, "local", 0)
     constant = {name: v for name, v in used.items() if v.space in ("global", "const")}
@@ -211,21 +206,6 @@ def _starts(steps: tuple[Step, ...]) -> Iterator[int]:
             yield index + 1
         if step.together is not None or step.again:
             yield index
-
-
-def _symbols(kernel: Kernel) -> Iterator[str]:
-    for instruction in kernel.instructions:
-        stack = list(instruction.operands)
-        while stack:
-            operand = stack.pop()
-            if isinstance(operand, Register):
-                continue  # the commonest
-            if isinstance(operand, Symbol):
-                yield operand.name
-            elif isinstance(operand, Address):
-                stack.append(operand.base)
-            elif isinstance(operand, Vector):
-                stack += operand.items
 
 
 def _place(variables: dict[str, Variable], space: str, base: int) -> tuple[dict[str, int], int]:

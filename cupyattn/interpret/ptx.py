@@ -192,6 +192,8 @@ def _blank_comment(match: re.Match[str]) -> str:
     found = match[0]
     if found[0] == '"':
         return found
+    if found[1] == "/":
+        return " " * len(found)
     return "\n".join(" " * len(line) for line in found.split("\n"))
 
 
@@ -321,7 +323,7 @@ def _kernel(
     text.where = header.start()
     registers, instructions = tuple(body.registers), tuple(body.instructions)
     kernel = Kernel(
-        name, parameters, registers, instructions, body.labels, body.variables,
+        name, parameters, registers, instructions, body.labels, body.variables, body.named,
         tuning.get("threads"), tuning.get("cluster", 1), tuning.get("min_blocks", 1),
         tuning.get("max_registers"),
     )  # fmt: skip
@@ -386,10 +388,11 @@ class _Scope:
         if name in self.types:
             return self.types[name]
         for end in range(len(name.rstrip("0123456789")), len(name)):
-            kind, count = self.ranges.get(name[:end], ("", 0))
-            number = name[end:]
-            if int(number) < count and (number[0] != "0" or number == "0"):
-                return kind
+            if name[:end] in self.ranges:
+                kind, count = self.ranges[name[:end]]
+                number = name[end:]
+                if int(number) < count and (number[0] != "0" or number == "0"):
+                    return kind
         return None
 
 
@@ -408,6 +411,7 @@ class _Body:
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.variables: dict[str, Variable] = {}
+        self.named: set[str] = set()  # variables and parameters that operands name
 
     def read(self, kernel: str, start: int) -> int:
         """Read up to the brace that closes the body; return the offset behind it."""
@@ -578,6 +582,7 @@ class _Body:
         if register is not None:
             return register
         if item in self._symbols:
+            self.named.add(item)
             return Symbol(item)
         if _SPECIAL.fullmatch(item):
             return Special(item)

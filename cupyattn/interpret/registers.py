@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cupyattn.interpret import alu
@@ -27,21 +27,20 @@ if TYPE_CHECKING:
 _WITHOUT_RESULT = {"bar", "barrier", "nanosleep"}
 
 
-def registers_in(operand: Operand) -> Iterator[Register]:
-    """Yield the registers that an operand names."""
+def registers_in(operand: Operand) -> list[Register]:
+    """Return the registers that an operand names."""
     if isinstance(operand, Register):
-        yield operand
-    elif isinstance(operand, Negated):
-        yield operand.register
-    elif isinstance(operand, Vector):
-        for item in operand.items:
-            yield from registers_in(item)
-    elif isinstance(operand, Pair):
-        yield from registers_in(operand.first)
-        yield from registers_in(operand.second)
+        return [operand]
+    if isinstance(operand, Negated):
+        return [operand.register]
+    parts: Sequence[Operand] = ()
+    if isinstance(operand, Vector):
+        parts = operand.items
     elif isinstance(operand, Address):
-        for part in (operand.base, *operand.coordinates):
-            yield from registers_in(part)
+        parts = operand.base, *operand.coordinates
+    elif isinstance(operand, Pair):
+        parts = operand.first, operand.second
+    return [register for part in parts for register in registers_in(part)]
 
 
 def _has_result(instruction: Instruction) -> bool:

@@ -1,6 +1,7 @@
 // prims_wgmma_8bit -- products of a warpgroup over e4m3, of every shape. B is placed by hand, in a
 // box swizzled over 128 bytes; what lies beside it is NaN.
 #include "prims/io/swizzle.cuh"
+#include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma_8bit.cuh"
 
