@@ -56,8 +56,8 @@ OPTIONS = (
     "-lineinfo",
     "--ptxas-options=-v",
 )
-#: Option for our own kernels, known since NVRTC 12.4: textures and the functions of the runtime,
-#: which no kernel names, are not declared, and declaring them takes 7 ms.
+#: Option for our own kernels, known since NVRTC 12.4. No kernel names textures or functions of the
+#: CUDA runtime, and to declare them takes 7 ms.
 MINIMAL = "--minimal"
 SINCE_MINIMAL = (12, 4)
 

@@ -168,6 +168,8 @@ class Machine:
             "param": ParamMemory(launch.params, self.report),
         }
         self.registers: list[Values | None] = [None] * len(program.kernel.registers)
+        #: For each register that may be read before it is written, the lanes that have written it.
+        self.known = np.zeros((len(program.unsure), self.size), np.bool_)
         self.copies = Copies(self.size)
         self.mbarriers = Mbarriers(self)
         self.warpgroups = Warpgroups(self)

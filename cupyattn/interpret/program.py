@@ -7,6 +7,7 @@ import functools
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from cupyattn.interpret import (  # noqa: F401  they fill the table
@@ -14,8 +15,10 @@ from cupyattn.interpret import (  # noqa: F401  they fill the table
     bulk,
     control,
     mbarrier,
+    registers,
     scalar,
     semantics,
+    unwritten,
     warp,
     wgmma,
     wmma,
@@ -73,6 +76,8 @@ class Program:
         Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
     held : dict of int to int
         Number, from 0, of each register that products of warpgroups hold.
+    unsure : dict of int to int
+        Number, from 0, of each register that may be read before it is written.
     extents : dict of int to Extent
         Of variables in shared memory that accesses must stay within, by index of the instruction.
     """
@@ -87,6 +92,7 @@ class Program:
     local_bytes: int
     granules: dict[str, int]
     held: dict[int, int]
+    unsure: dict[int, int]
     extents: dict[int, Extent]
 
 
@@ -138,13 +144,21 @@ def _collector_paused() -> Iterator[None]:
 
 def _prepared(module: Module, kernel: Kernel) -> Program:
     held = wgmma.registers_of(kernel.instructions)
-    steps = tuple(wgmma.watched(_step(x), held) for x in kernel.instructions)
-    starts = sorted(set(_starts(steps)))
+    named = list(map(registers.indices, kernel.instructions))
+    steps = tuple(
+        wgmma.watched(_step(x), names, held)
+        for x, names in zip(kernel.instructions, named, strict=True)
+    )
+    starts = sorted(set(_starts(steps)) - {len(steps)})
+    unsure = unwritten.registers_of(kernel.instructions, named, starts)
+    if unsure:
+        steps = tuple(
+            unwritten.watched(*one, unsure) for one in zip(steps, named, strict=True)
+        )
     numbered = tuple(enumerate(steps))
     segments = {
         start: Segment(start, stop, numbered[start:stop])
-        for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True)
-        if start < len(steps)
+        for start, stop in pairwise((*starts, len(steps)))
     }
     variables = {**module.variables, **kernel.variables}
     used = {name: v for name, v in variables.items() if name in kernel.named}
@@ -157,7 +171,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
     )
     return Program(
         kernel, steps, segments, constant, shared, shared_bytes - SHARED_BASE, local, local_bytes,
-        granules, held, extents,
+        granules, held, unsure, extents,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Immediate, Instruction, Operand, Register, Vector
 from cupyattn.interpret.register_pools import GROUP
-from cupyattn.interpret.registers import executing, read, registers_in, written
+from cupyattn.interpret.registers import Indices, executing, registers_in
 from cupyattn.interpret.semantics import (
     Read,
     Step,
@@ -263,8 +263,11 @@ class Warpgroups:
             self._forms[product] = form
             self._numbered.append(form)
         for warp in self._first_warps(lanes).tolist():
-            self._check_fence(form, warp)
             lane = warp * WARP
+            counts = bool(machine.value(product.accumulate, lane))
+            if counts:
+                self._check_values(form, warp)
+            self._check_fence(form, warp)
             self._held[form.rows, lane : lane + GROUP * WARP] += 1
             a, granules = None, []
             if isinstance(product.a, Shared):
@@ -272,7 +275,6 @@ class Warpgroups:
                 granules.append(of_a)
             b, of_b = product.b.place(machine, lane)
             granules.append(of_b)
-            counts = bool(machine.value(product.accumulate, lane))
             number = int(self._committed[warp])
             self._under_way.append(Product(product, warp, number, a, b, counts, granules))
             for some in granules:
@@ -283,6 +285,19 @@ class Warpgroups:
             width = tensor_core.ELEMENT_BITS[product.b.type] // 8
             size = sum(x.size for x in (a, b) if x is not None) * width
             machine.traffic["shared", "load"] += size
+
+    def _check_values(self, form: _Form, warp: int) -> None:
+        """Report accumulators that a product adds to and that have no value."""
+        rows = form.rows[: len(form.product.accumulators)]
+        none = self._last_form[rows, warp] < 0
+        if none.any():
+            own = self._machine.lane[warp * WARP : (warp + GROUP) * WARP]
+            bad = none[:, None] & (self._changed[rows][:, own] == 0)
+            if bad.any():
+                row = int(bad.any(axis=1).argmax())
+                name = self._name(form.registers[row])
+                message = f"a wgmma adds to register {name}, and this lane has not written it"
+                self._machine.report("never written", message, own, bad[row])
 
     def _check_fence(self, form: _Form, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
@@ -465,24 +480,13 @@ def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
     return {index: row for row, index in enumerate(found)}
 
 
-def _may_name(operands: Sequence[Operand], held: Mapping[int, int]) -> bool:
-    """Return whether operands may name one of some registers, by a glance at the commonest."""
-    for operand in operands:
-        if isinstance(operand, Register):
-            if operand.index in held:
-                return True
-        elif not isinstance(operand, Immediate):
-            return True
-    return False
-
-
-def watched(step: Step, held: Mapping[int, int]) -> Step:
+def watched(step: Step, names: Indices, held: Mapping[int, int]) -> Step:
     """Return a step that first checks its registers against the products that may hold them."""
-    inst = step.instruction
-    if not held or inst.opcode == "wgmma" or not _may_name(inst.operands, held):
+    inst, (results, sources) = step.instruction, names
+    if not held or inst.opcode == "wgmma":
         return step
-    changed = tuple(i for i in _indices(written(inst)) if i in held)
-    used = tuple(dict.fromkeys((*changed, *(i for i in _indices(read(inst)) if i in held))))
+    changed = tuple(index for index in results if index in held)
+    used = tuple(dict.fromkeys((*changed, *(index for index in sources if index in held))))
     if not used:
         return step
 

@@ -1,7 +1,7 @@
-// wgmma_8bit.cuh -- warpgroup matrix instructions (sm_90a) over 8-bit operands, beside the 16-bit
-// ones of wgmma.cuh: D [64, N] += A [64, 32] B [32, N].
-// NOTE: a header of its own, because to read it takes fa_tc, which does without, 2 % of its compile
-// time.
+// wgmma_8bit.cuh -- warpgroup matrix instructions (sm_90a) over 8-bit operands: D [64, N] +=
+// A [64, 32] B [32, N].
+// NOTE: a separate header, because reading it takes 2 % of the compile time of fa_tc, which has no
+// such product.
 #pragma once
 
 #include "prims/instructions/wgmma.cuh"
@@ -23,7 +23,7 @@ template <int N>
 struct WgmmaE4m3;
 
 // clang-format off
-// As WGMMA_OF: N columns, COUNT accumulators, and the numbers of the operands that follow them.
+// As WGMMA_OF: N columns, COUNT accumulators, and the numbers of the further operands.
 #define WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
 template <> \
 struct WgmmaS8<N> { \
