@@ -205,7 +205,7 @@ def is_modelled(instruction: Instruction) -> bool:
 def _step(instruction: Instruction) -> Step:
     built = _built(instruction)
     if built is None:
-        return Step(instruction, semantics.unsupported(instruction))
+        return Step(instruction, semantics.unsupported(instruction), modelled=False)
     step = built if isinstance(built, Step) else Step(instruction, built)
     return semantics.guarded(step)
 

@@ -54,6 +54,8 @@ class Step(NamedTuple):
         Whether `execute` itself decides where and when its lanes continue.
     again : bool
         Whether its lanes may repeat it.
+    modelled : bool
+        Whether the interpreter knows the instruction; `execute` raises if not.
     """
 
     instruction: Instruction
@@ -62,6 +64,7 @@ class Step(NamedTuple):
     warps: int = 1
     leaves: bool = False
     again: bool = False
+    modelled: bool = True
 
 
 Builder = Callable[[Instruction], "Step | Execute | None"]

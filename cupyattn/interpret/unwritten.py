@@ -53,7 +53,7 @@ def registers_of(
         return sum(1 << number[index] for index in indices & number.keys())
 
     # Registers that all paths to a block have written, as the bits of an int; -1: no path so far.
-    arrived = [0] + [-1] * (len(blocks) - 1)
+    arrived = [-1 if start else 0 for start, _ in blocks]
     place = {start: block for block, (start, _) in enumerate(blocks)}
     gained = [bits(result) for _, result in found]
     following = [
@@ -85,17 +85,10 @@ def _of_block(
     first: set[int] = set()
     result: set[int] = set()
     for one, (results, sources) in zip(instructions, named, strict=True):
-        for index in sources:
-            if index not in result and not _passes_argument(one):
-                first.add(index)
+        first.update(index for index in sources if index not in result)
         if one.predicate is None:
             result.update(results)
     return first, result
-
-
-def _passes_argument(instruction: Instruction) -> bool:
-    """Whether an instruction passes an argument to a call, which cannot run."""
-    return instruction.opcode == "st" and instruction.modifiers[0] == "param"
 
 
 def _successors(last: Instruction, stop: int) -> Iterator[int]:
@@ -108,13 +101,12 @@ def _successors(last: Instruction, stop: int) -> Iterator[int]:
 def watched(step: Step, names: Indices, rows: Mapping[int, int]) -> Step:
     """Return a step that first checks whether its registers have values, and then records them."""
     inst, (results, read_here) = step.instruction, names
-    if rows.keys().isdisjoint(results) and rows.keys().isdisjoint(read_here):
+    if not step.modelled or rows.keys().isdisjoint((*results, *read_here)):
         return step
     copied = inst.operands[1 : 2 if inst.opcode == "mov" else 3] if inst.opcode in _COPIES else ()
     parts = [registers_in(x) for x in copied]
     sources = [x for part in parts for x in part]
-    used = [] if _passes_argument(inst) else [x for x in read(inst) if x.index in rows]
-    needed = [(x, rows[x.index]) for x in used if x not in sources]
+    needed = [(x, rows[x.index]) for x in read(inst) if x.index in rows and x not in sources]
     changed = [rows[index] for index in results if index in rows]
     moved = [rows[x.index] for x in sources if x.index in rows]
     has_value = not moved or len(moved) < len(sources) or not all(parts)

@@ -131,6 +131,8 @@ def test_only_unsure_registers_are_watched() -> None:
     watched = program.program(HEAD + body + TAIL, "kernel")
     names = {watched.kernel.registers[index].name for index in watched.unsure}
     assert names == {"%r3", "%r4"}
+    empty = ".version 8.0 .target sm_80 .entry kernel() { }"
+    assert program.program(empty, "kernel").unsure == {}
 
 
 def importance(x: np.ndarray) -> None:
