@@ -483,12 +483,10 @@ def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
 def watched(step: Step, names: Indices, held: Mapping[int, int]) -> Step:
     """Return a step that first checks its registers against the products that may hold them."""
     inst, (results, sources) = step.instruction, names
-    if not held or inst.opcode == "wgmma":
+    if inst.opcode == "wgmma" or held.keys().isdisjoint((*results, *sources)):
         return step
     changed = tuple(index for index in results if index in held)
     used = tuple(dict.fromkeys((*changed, *(index for index in sources if index in held))))
-    if not used:
-        return step
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         machine.warpgroups.touch(used, changed, executing(machine, inst, lanes))
