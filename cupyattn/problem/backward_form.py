@@ -189,14 +189,6 @@ def backward_support(
         return Support(False, "there is nothing for the copy engine")
     if bias is not None and (reason := _of_bias(call, bias)):
         return Support(False, f"the Hopper form {reason}")
-    spills = call.causal or (call.window and call.softcap)
-    if call.mask and spills and call.head_dim > SUMMED:
-        return Support(
-            False,
-            f"past head_dim {SUMMED} the Hopper form takes no mask with causal=True or a window "
-            "that has a last key, nor with window and softcap: let the mask say which keys a row "
-            "has",
-        )
     if call.mask and (call.block_mask != (0, 0) or call.packed is not None):
         return Support(
             False, "the Hopper form takes no mask with a block mask or of packed sequences"

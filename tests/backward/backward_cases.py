@@ -202,6 +202,8 @@ def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (256, 150, 140, {"softcap": 1.5, "causal": True}),
         (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "window": (100, -1)}),
         (256, 70, 140, {"mask": sparse((2, 1, 140)), "softcap": 1.5}),
+        (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "causal": True}),
+        (256, 70, 140, {"mask": sparse((70, 140)), "window": (60, 20), "softcap": 1.5}),
     )
     yield from _with_their_options(some)
 

@@ -5,8 +5,8 @@
 //              rows. The other half comes through shared memory, where all left operands lie.
 // Differs from sm90/backward_keys.cu: 64 keys, not 128, and both warpgroups have all of them; P
 //              goes through shared memory, too; sm90/backward_queries_wide.cu makes dQ.
-// Scores       As in sm90/backward_keys.cu. Beside a causal mask the bits of a mask would spill
-//              128 bytes: such calls run in the portable form.
+// Scores       As in sm90/backward_keys.cu. Places clear bits of a mask: score by score, both
+//              spilled up to 128 bytes.
 // Kept simple  dV and dK of a step and S and dP of the next step are multiplied in sequence. The
 //              tensor cores idle while P and dS are computed.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -28,6 +28,8 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int HALF_ROWS = BLOCK_Q / 2;  // query rows of a step whose S and dP a warpgroup has
 constexpr int HALF_COLS = COLS / 2;     // columns of dK and dV that it has
 constexpr int HALF_BOXES = BOXES / 2;
+// Places of rows and keys clear bits, and change no score.
+constexpr bool PLACES_IN_BITS = MASK && (CAUSAL || (WINDOW && SOFTCAP));
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -80,9 +82,25 @@ __device__ __forceinline__ void start_half(
 template <typename Smem>
 __device__ __forceinline__ void load_bits(
     uint32_t (&bits)[2], const Smem& smem, int stage, int key0, int half) {
+  bits[0] = bits[1] = ~0u;
   if constexpr (MASK) {
     load_mask(bits, smem.bits[stage], key0);
-    for (int h = 0; h < 2; ++h) bits[h] >>= half * (HALF_ROWS / 4);
+    // NOTE: with places not by a shift, of which ptxas 13.5 makes 32 masks, and spills them.
+    for (int h = 0; h < 2; ++h)
+      bits[h] =
+          PLACES_IN_BITS ? prmt(bits[h], 0, 0x4440 + half) : bits[h] >> half * (HALF_ROWS / 4);
+  }
+}
+
+// Clears the bits of query rows, from q0 on, that may not attend to this lane's keys by place.
+__device__ __forceinline__ void clear_by_place(
+    uint32_t (&bits)[2], const AttnParams& p, int q0, int key) {
+  const int row = q0 + lane_id() % 4 * 2;  // of this lane's bit 0
+#pragma unroll
+  for (int h = 0; h < 2; ++h, key += 8) {
+    if (key >= p.len_kv) bits[h] = 0;
+    if constexpr (CAUSAL) bits[h] &= ~bits_below(key - p.causal_shift - row);
+    if constexpr (WINDOW) bits[h] &= bits_below(key - p.window_shift + 1 - row);
   }
 }
 
@@ -99,7 +117,7 @@ __device__ __forceinline__ void weights_and_slopes(
 #pragma unroll
     for (int i = 0; i < HALF_ROWS / 2; ++i)
       if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
-  if (!placed)
+  if (!PLACES_IN_BITS && !placed)
 #pragma unroll
     for (int i = 0; i < HALF_ROWS / 2; ++i)
       if (!admitted(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
@@ -259,6 +277,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const bool placed = scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16);
     uint32_t bits[2];
     load_bits(bits, smem, at.stage, key0, half);
+    if (PLACES_IN_BITS && !placed) clear_by_place(bits, p, q0, key);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
     // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes. Otherwise the flags
