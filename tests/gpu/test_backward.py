@@ -210,7 +210,7 @@ OF_SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("feature", OF_SCORES)
 def test_features_have_the_same_bits_a_hundred_times(feature: str, head_dim: int) -> None:
     """In the deterministic form; within their bound in both forms."""
