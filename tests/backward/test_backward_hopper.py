@@ -384,6 +384,20 @@ def test_masks_and_biases_past_head_dim_128(number: int) -> None:
     assert [bits(x) for x in results] == [bits(x) for x in one.gradients]
 
 
+@pytest.mark.parametrize("softcap", [1.5, pytest.param(0.0, marks=pytest.mark.slow)])
+def test_a_nan_bias_of_an_excluded_key_has_no_influence(softcap: float) -> None:
+    """Past head_dim 128: of keys that a causal mask or a mask excludes."""
+    mask, bias = sparse((20, 30)), np.zeros((20, 30), np.float16)
+    options: dict[str, Any] = {"softcap": softcap, "mask": mask, "causal": True}
+    inputs = received(*normal((1, 1, 20, 136), (1, 1, 30, 136)), bias=bias, **options)
+    found = []
+    for fill in (0.0, np.nan):
+        filled = np.where(mask & np.tri(20, 30, 10, bool), bias, np.float16(fill))
+        one = run_backward(inputs, **interpreted_as("sm90_deterministic"), bias=filled, **options)
+        found.append([bits(x) for x in one.gradients])
+    assert found[0] == found[1]
+
+
 def in_whole_rows(bias: np.ndarray) -> np.ndarray:
     """Return a bias in memory whose rows begin at multiples of 16 bytes, NaN between them."""
     memory = np.full((*bias.shape[:-1], bias.shape[-1] + 10), np.nan, bias.dtype)

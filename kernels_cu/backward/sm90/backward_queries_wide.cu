@@ -222,7 +222,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float factor = coarse ? grad.row_factor[padded + i % 2 * 8] : 1.0f;
-          const float S = P[j], biased = BIAS ? biased_score(S, 1.0f, b.v[j]) : S;
+          const float S = P[j], biased = BIAS ? biased_capped(S, b.v[j]) : S;
           const Weight of =
               coarse ? weight_of_changed<true>(p, S, biased, dP[j], M[i % 2], mean, factor)
                      : weight_of_changed<false>(p, S, biased, dP[j], M[i % 2], mean, factor);

@@ -65,6 +65,11 @@ __device__ __forceinline__ float biased_score(float S, float scale, float bias) 
   return bias == NEG_INF ? NEG_INF : __fadd_rn(S * scale, bias);
 }
 
+// The same of a capped score. One that is excluded stays so, also if its bias is NaN.
+__device__ __forceinline__ float biased_capped(float S, float bias) {
+  return S == NEG_INF ? NEG_INF : biased_score(S, 1.0f, bias);
+}
+
 // The bias of the scores of a warp, which has the keys [key0, key0 + 16) of a block. A lane's
 // scores have its key, or key + 8. Score i has query row i / 4 * 8 + lane % 4 * 2 + i % 2, from
 // `row0` on.
