@@ -202,6 +202,12 @@ def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (256, 150, 140, {"softcap": 1.5, "causal": True}),
         (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "window": (100, -1)}),
         (256, 70, 140, {"mask": sparse((2, 1, 140)), "softcap": 1.5}),
+        (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "causal": True}),
+        (256, 70, 140, {"mask": sparse((70, 140)), "window": (60, 20), "softcap": 1.5}),
+        (136, 150, 270, {"bias": admitting((1, 2, 150, 270), "float16"), "causal": True}),
+        (256, 70, 140, {"bias": admitting((70, 140), "bfloat16"), "softcap": 1.5}),
+        (200, 70, 140, {"bias": admitting((2, 70, 140), "float32"), "window": (100, 100)}),
+        (160, 70, 140, {"bias": admitting((2, 1, 140), "float32"), "mask": sparse((2, 70, 1))}),
     )
     yield from _with_their_options(some)
 

@@ -200,6 +200,7 @@ def test_dk_and_dv_of_the_atomic_form_have_the_same_bits_a_hundred_times() -> No
 OF_SCORES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0, "causal": True},
     "mask": {"mask": sparse((1, 4, 700, 904))},
+    "causal mask": {"mask": sparse((2, 1, 700, 904)), "causal": True},
     "bias": {"bias": admitting((2, 4, 700, 904), "float16")},
     "bias of keys": {"bias": admitting((2, 1, 1, 904), "float32"), "causal": True},
     "bias and mask": {"bias": admitting((700, 904), "bfloat16"), "mask": sparse((2, 1, 1, 904))},
@@ -209,7 +210,7 @@ OF_SCORES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("feature", OF_SCORES)
 def test_features_have_the_same_bits_a_hundred_times(feature: str, head_dim: int) -> None:
     """In the deterministic form; within their bound in both forms."""
