@@ -2,8 +2,9 @@
 
 Varies       where the next row of a team waits: nowhere, in registers, in shared memory (one row or
              two), in the L2 cache; teams of a block, blocks of a multiprocessor; one warp or three
-             for a row of 3,072; factors in shared memory or in registers; parts that are left out:
-             most reads of factors, the exchange between lanes, stores, sums over lanes
+             for a row of 3,072; rows and factors as floats or as words; sets of runs that wait in
+             shared memory; factors in registers; parts that are left out: most reads of factors,
+             the exchange between lanes, stores, sums over lanes
 Holds fixed  bfloat16 rows of Flux, Wan and Kandinsky, N(0, 1), as in experiments.speed.norm_quant
 Measures     registers, spills, shared memory; codes and scales against the mirror and today's
              kernel, to the bit; then the time of CUDA graphs in turns with the pass without
@@ -72,7 +73,9 @@ PARTS = {"factors": 1, "exchange": 2, "stores": 4, "sums": 8, "all four": 15}
 class Form:
     """A form of the kernel: `teams` in a block, `blocks` on a multiprocessor, lanes of a row.
 
-    `lanes` are 0 for a team as it is planned.
+    `lanes` are 0 for a team as it is planned. With `late` rows stay words of 16 bits, which are
+    converted for each sum and again for each set of runs that is rotated. `stays` sets wait in
+    shared memory for the scale, and `words` are factors as they are stored.
     """
 
     ahead: int
@@ -81,6 +84,9 @@ class Form:
     lanes: int = 0
     stages: int = 1
     keeps: bool = False
+    late: bool = False
+    stays: int = 0
+    words: bool = False
     without: str = ""
 
     @property
@@ -89,7 +95,9 @@ class Form:
         found = ("nothing ahead", "in registers", f"{self.stages} in shared memory", "in L2")
         parts = [found[self.ahead], f"{self.teams} teams x {self.blocks} blocks"]
         parts += [f"{self.lanes // 32} warps a row"] * bool(self.lanes)
-        parts += ["factors in registers"] * self.keeps + [f"no {self.without}"] * bool(self.without)
+        parts += ["rows as words"] * self.late + [f"{self.stays} sets stay"] * bool(self.stays)
+        parts += ["factors as words"] * self.words + ["factors in registers"] * self.keeps
+        parts += [f"no {self.without}"] * bool(self.without)
         return ", ".join(parts)
 
 
@@ -102,13 +110,22 @@ THREE_WARPS = (
     Form(NOWHERE, 9, 1, 96), Form(REGISTERS, 9, 1, 96), Form(L2, 9, 1, 96), Form(NOWHERE, 3, 3, 96),
     Form(NOWHERE, 1, 5, 96, keeps=True), Form(SHARED, 1, 4, 96, keeps=True),
 )  # fmt: skip
+#: A row ahead in registers, or rows and factors that take less room, beside 12 warps.
+WORDS = (
+    Form(NOWHERE, 12, 1, late=True), Form(REGISTERS, 12, 1, late=True, stays=1),
+    Form(REGISTERS, 4, 3, late=True, stays=1), Form(SHARED, 12, 1, late=True),
+)  # fmt: skip
+FACTOR_WORDS = (
+    Form(SHARED, 12, 1, words=True), Form(NOWHERE, 4, 3, late=True, words=True),
+    Form(REGISTERS, 12, 1, late=True, stays=1, words=True),
+)  # fmt: skip
 PARTED = (Form(REGISTERS, 2, 4), Form(NOWHERE, 4, 3))
 FORMS: dict[str, tuple[Form, ...]] = {
-    "Flux, modulated": ROWS_OF_A_WARP + THREE_WARPS + tuple(
+    "Flux, modulated": ROWS_OF_A_WARP + WORDS + FACTOR_WORDS + THREE_WARPS + tuple(
         replace(one, without=part) for one in PARTED for part in PARTS
     ),
-    "4,096 rows": ROWS_OF_A_WARP + THREE_WARPS,
-    "RMS, weight": ROWS_OF_A_WARP[1:],
+    "4,096 rows": ROWS_OF_A_WARP + WORDS + FACTOR_WORDS + THREE_WARPS,
+    "RMS, weight": ROWS_OF_A_WARP[1:] + WORDS,
     "Wan, modulated": (
         Form(REGISTERS, 4, 1), Form(NOWHERE, 2, 2), Form(NOWHERE, 6, 1), Form(L2, 2, 2),
         Form(SHARED, 2, 2), Form(SHARED, 4, 1), Form(SHARED, 2, 2, stages=2),
@@ -117,14 +134,18 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "GELU": (Form(NOWHERE, 1, 2), Form(L2, 1, 2), Form(SHARED, 1, 2), Form(SHARED, 1, 3)),
     "Kandinsky, modulated": (
         Form(NOWHERE, 4, 4), Form(NOWHERE, 12, 1), Form(NOWHERE, 16, 1), Form(L2, 4, 4),
-        Form(SHARED, 4, 4), Form(SHARED, 16, 1),
+        Form(SHARED, 4, 4), Form(SHARED, 16, 1), Form(NOWHERE, 4, 4, late=True),
+        Form(REGISTERS, 12, 1, late=True),
     ),
 }  # fmt: skip
 ALL_GROUPS = {one.name: one for one in GROUPS if one.name in FORMS} | {
     "4,096 rows": Group("4,096 rows", 4096, 3072, "layer", MODULATED)
 }
-QUICK = Group("few", 7, 512, "layer", MODULATED)
-QUICK_FORMS = (Form(SHARED, 2, 1, stages=2), Form(L2, 4, 1))
+QUICK = Group("few", 5, 1536, "layer", MODULATED)
+QUICK_FORMS = (
+    Form(SHARED, 2, 1, stages=2), Form(L2, 4, 1),
+    Form(REGISTERS, 2, 1, late=True, stays=1, words=True),
+)  # fmt: skip
 
 
 @contextmanager
@@ -154,6 +175,7 @@ def changed(work: Work, form: Form, source: Path, processors: int = HOPPER_BLOCK
     vectors = defines["CFG_MODULATION"] or defines["CFG_WEIGHT"]
     defines |= {
         "CFG_AHEAD": form.ahead, "CFG_STAGES": form.stages, "CFG_KEEP": int(form.keeps),
+        "CFG_LATE": int(form.late), "CFG_STAY": form.stays, "CFG_WORDS": int(form.words),
         "CFG_LEAVE": PARTS.get(form.without, 0), "CFG_BLOCK_M": form.teams,
         "CFG_BLOCKS_PER_SM": form.blocks, "CFG_NUM_WARPS": form.teams * lanes // 32,
         "CFG_FACTORS": int(bool(vectors) and form.teams > 1),

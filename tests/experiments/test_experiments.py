@@ -275,7 +275,8 @@ def test_the_second_first_call_reads_the_cache(tmp_path: Path) -> None:
 
 def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "quantise.json"
-    assert quantise.main(["--quick", "--json", str(file)]) == 0
+    names = "balanced", "aggressive", "rotated"
+    assert quantise.main(["--quick", "--modes", *names, "--json", str(file)]) == 0
     balanced, aggressive, rotated = json.loads(file.read_text())["rows"]
     rows, size = 70 * 64, 2
     scales = 4 * (35 + 3 + 64)  # of Q, of K for tiles of 32 keys, and the mean
@@ -292,6 +293,19 @@ def test_quantising_runs_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ca, "quantize", wrong)
     monkeypatch.setattr(quantise, "MODES", {"balanced": quantise.MODES["balanced"]})
     assert quantise.main(["--quick"]) == 1
+
+
+@pytest.mark.slow
+def test_quantising_behind_norms_and_tables_runs_in_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, both = tmp_path / "quantise.json", ("balanced", "balanced, prepared")
+    assert quantise.main(["--quick", "--modes", *both, "--json", str(file)]) == 0
+    plain, prepared = json.loads(file.read_text())["rows"]
+    assert prepared["ok"] and prepared["launches"] == 1
+    assert prepared["bytes"] == plain["bytes"] + 4 * 64 * (2 * 70 + 2)  # tables, weights
+    assert quantise.main(["--quick", "--only", "9 x 9"]) != 0
+    assert "--only '9 x 9': no shape is called so" in capsys.readouterr().err
 
 
 def test_the_pass_in_front_of_a_product_runs_in_small(

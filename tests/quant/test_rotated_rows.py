@@ -1,5 +1,7 @@
 """Rows of Q and K times a Hadamard matrix before they become codes: `QuantConfig(rotate=...)`.
 
+Rows whose factors come first, behind a norm by head and tables by column, are here, too.
+
 J1 is that the kernels make the mirror's bits at every head_dim and granularity. Scores of rotated
 rows are scores of the rows (R0, J3), and channels of large numbers cost as little as computed.
 """
@@ -15,12 +17,16 @@ from hypothesis import strategies as st
 
 from cupyattn import attention, explain, plan, quantize, quantize_kv, testing
 from cupyattn.arrays.kinds import STORAGE, as_float64
+from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import ladder
 from cupyattn.ops.quantize import QuantizeSettings, quantize_at
+from cupyattn.plans.prepare_rows import Prepares
+from cupyattn.plans.quantize import operand_parts, plan_quantize
+from cupyattn.problem import choose
 from cupyattn.problem.form import scale_tiles
 from cupyattn.problem.row_preparation import Preparation
 from cupyattn.quant import QuantConfig
@@ -29,7 +35,7 @@ from cupyattn.reference.quantize import quantize_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.support import runs
 from tests.support.marks import slow_rows
-from tests.support.runs import bits, embedded, normal, rope_tables
+from tests.support.runs import bits, column_tables, embedded, normal, rope_tables
 
 ROTATE = "hadamard"
 QUANTS: dict[str, dict[str, Any]] = {
@@ -117,6 +123,76 @@ def test_a_rotation_follows_norm_and_positions(
         inputs(head_dim), QuantConfig(rotate=ROTATE), qk_norm=weights,
         rope=rope_tables(90, head_dim), rope_interleaved=interleaved, rope_offset_q=3,
     )  # fmt: skip
+
+
+# ---- norms by head and tables by column ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "quant", "interleaved"),
+    [
+        ("float16", 64, "default", True), ("float32", 6, "rows, zero points", False),
+        *slow_rows((
+            ("bfloat16", 128, "default", True), ("float16", 128, "codes of V", False),
+            ("bfloat16", 24, "extrema of heads", True), ("float32", 256, "array", False),
+            ("bfloat16", 8, "default", True), ("float16", 96, "rows, zero points", True),
+        )),
+    ],
+)  # fmt: skip
+def test_factors_of_norms_come_before_tables_by_column(
+    dtype: str, head_dim: int, quant: str, *, interleaved: bool
+) -> None:
+    """A lane makes the factors of some rows; rows of one lane and of few lanes among them."""
+    weights = tuple(np.linspace(0.5, 2, head_dim, dtype=np.float32) for _ in "qk")
+    assert_codes_are_the_mirrors(
+        inputs(head_dim, dtype, large=LARGE), QuantConfig(**QUANTS[quant]),
+        qk_norm=weights, rope=column_tables(90, head_dim), rope_interleaved=interleaved,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("if (lane_in_row() == i) own = factor[first + i];", ""),
+        ("__shfl_sync(FULL_WARP, own, i, LANES)", "own"),
+    ],
+    ids=["factor of the first row", "factor of another row"],
+)
+def test_planted_mistakes_of_factors_are_seen(
+    line: str, instead: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_a_line_in_place("prims/codes/quantize_rows.cuh", line, instead, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError, match="(q|k)_(codes|scale)"):
+        test_factors_of_norms_come_before_tables_by_column(
+            "float16", 64, "default", interleaved=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "pairs"),
+    [
+        ("bfloat16", 128, "interleaved"),
+        *slow_rows((
+            ("float16", 64, "interleaved"), ("bfloat16", 64, "half_split"),
+            ("float16", 128, "half_split"),
+        )),
+    ],
+)  # fmt: skip
+def test_rows_with_norms_and_tables_by_column_stay_in_registers(
+    dtype: str, head_dim: int, pairs: str
+) -> None:
+    x = Operand.contiguous((1, 24, 4608, head_dim), 2)
+    how = {n: Prepares(n, f"{pairs}_by_column", vectors=1, eps=1e-6) for n in "qk"}
+    for quant in choose.QUANT.values():
+        tiles = scale_tiles(ladder.lookup("fa_int8"), head_dim, quant, "sm_90a")
+        parts = operand_parts(quant, tiles, dict.fromkeys("qkv", x), dict.fromkeys("qkv"), how)
+        (launch,) = plan_quantize(dtype, **parts, p_type=quant.value_p_type).launches
+        used = kc.build(launch.module, "sm_90a").kernels[launch.entry]
+        assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0), f"{quant}: {used}"
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

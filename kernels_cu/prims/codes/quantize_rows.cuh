@@ -225,9 +225,13 @@ __device__ __forceinline__ ValueReach* values_reach(const QuantizeParams& p, con
 
 // ---- rows ---------------------------------------------------------------------------------------
 
+// Rows of 16 bits whose weights and tables hardly fit in registers beside their floats. So the
+// factors of all rows come first, while rows are words: a root and a quotient take registers, too.
+constexpr bool FACTORS_FIRST = QK_NORM && !NORM_BY_TOKEN && ROPE_BY_COLUMN && sizeof(elem_t) == 2;
+
 // Converts the loaded words of a lane's row to the numbers that are quantised. The result
-// row(words, which) has element(access, j). Its words() has the elements of an access side by side,
-// each a Number. Without preparation, numbers are made from the words at each use.
+// row(words, which, factor) has element(access, j). Its words() has the elements of an access side
+// by side, each a Number. Without preparation, numbers are made from the words at each use.
 template <bool>
 struct Rowwise {
   using Number = elem_t;
@@ -236,7 +240,11 @@ struct Rowwise {
     __device__ __forceinline__ float element(int a, int j) const { return x[a].element(j); }
   };
   __device__ __forceinline__ Rowwise(const QuantizeParams&, const Place&) {}
-  __device__ __forceinline__ Row row(const Words<elem_t, VEC> (&x)[LANE_ACCESSES], int) const {
+  template <int ROWS>
+  __device__ __forceinline__ void find_factors(
+      const Words<elem_t, VEC> (&)[ROWS][LANE_ACCESSES], float (&)[ROWS]) const {}
+  __device__ __forceinline__ Row
+  row(const Words<elem_t, VEC> (&x)[LANE_ACCESSES], int, float) const {
     return {x};
   }
   __device__ __forceinline__ const Words<Number, VEC>& words(const Row& row, int a) const {
@@ -251,13 +259,50 @@ struct Rowwise<true> {
   __device__ __forceinline__ Rowwise(const Params& p, const Place& at)
       : how(p, at.head, at.row0, at.token0(p)) {}
   template <typename Loaded>
-  __device__ __forceinline__ PreparedRow row(const Loaded (&x)[LANE_ACCESSES], int row) const {
-    PreparedRow found;
+  static __device__ __forceinline__ void convert(
+      PreparedRow& found, const Loaded (&x)[LANE_ACCESSES]) {
 #pragma unroll
     for (int a = 0; a < LANE_ACCESSES; ++a)
 #pragma unroll
       for (int j = 0; j < VEC; ++j) found.element(a, j) = x[a].element(j);
-    found.prepare(how, row);
+  }
+  // FACTORS_FIRST: finds the factors that normalise ROWS rows. A lane computes the factors of some
+  // rows, and hands them to the other lanes.
+  template <int ROWS, typename Loaded>
+  __device__ __forceinline__ void find_factors(
+      const Loaded (&x)[ROWS][LANE_ACCESSES], float (&factor)[ROWS]) const {
+    if constexpr (FACTORS_FIRST) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        PreparedRow own;
+        convert(own, x[i]);
+        factor[i] = own.square_sum();
+      }
+#pragma unroll
+      for (int first = 0; first < ROWS; first += LANES) {
+        float own = factor[first];
+#pragma unroll
+        for (int i = 1; i < LANES && first + i < ROWS; ++i)
+          if (lane_in_row() == i) own = factor[first + i];
+        own = norm_factor(__fdiv_rn(own, float(HEAD_DIM)), how.eps);
+#pragma unroll
+        for (int i = 0; i < LANES && first + i < ROWS; ++i)
+          factor[first + i] = __shfl_sync(FULL_WARP, own, i, LANES);
+      }
+    }
+  }
+  template <typename Loaded>
+  __device__ __forceinline__ PreparedRow
+  row(const Loaded (&x)[LANE_ACCESSES], int row, float factor) const {
+    PreparedRow found;
+    convert(found, x);
+    if constexpr (FACTORS_FIRST) {
+      found.normalise(how, factor);
+      __syncwarp();  // no hazard: tables are not read before, when weights take registers
+      found.follow_norm(how, row);
+    } else {
+      found.prepare(how, row);
+    }
     return found;
   }
   __device__ __forceinline__ Words<Number, VEC> words(const PreparedRow& row, int a) const {
@@ -348,9 +393,15 @@ struct Rows {
       for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();
     if constexpr (PREPARED) {
       const Rowwise<true> rowwise(p, at);
+      float factor[PASSES];
+      rowwise.find_factors(x, factor);
 #pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass)
-        made.row[pass] = rowwise.row(x[pass], min(row_of(pass), at.rows - 1));
+      for (int pass = 0; pass < PASSES; ++pass) {
+        if constexpr (FACTORS_FIRST)
+#pragma unroll
+          for (int a = 0; a < LANE_ACCESSES; ++a) x[pass][a].use_from_here();  // not as floats
+        made.row[pass] = rowwise.row(x[pass], min(row_of(pass), at.rows - 1), factor[pass]);
+      }
     }
     mean.template find<Cut::MEAN>(of_head);
   }

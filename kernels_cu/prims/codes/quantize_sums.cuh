@@ -5,7 +5,8 @@
 #include "prims/codes/quantize_rows.cuh"
 
 // Rows that a sum waits for at once, and at the end of a head, where some may not exist.
-constexpr int ROWS_IN_FLIGHT = ceil_div(8, LANE_ACCESSES), ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
+constexpr int ROWS_IN_FLIGHT = ceil_div(FACTORS_FIRST ? 4 : 8, LANE_ACCESSES),
+              ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
 
 // Rows that are combined in shared memory: all rows of a pass, or one for each warp if a pass has
 // twice as many. It has if lanes prepare rows, because they then have twice the columns.
@@ -113,11 +114,13 @@ struct LaneSums {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) row[i] = row_of_pass(i);
     }
+    float factor[ROWS];
+    rowwise.find_factors(x, factor);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
-      const auto numbers = rowwise.row(x[i], row[i]);
+      const auto numbers = rowwise.row(x[i], row[i], factor[i]);
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if constexpr (EXTREMA) ends[a].admit(rowwise.words(numbers, a));

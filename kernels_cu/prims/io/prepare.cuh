@@ -152,7 +152,11 @@ struct PreparedRow {
 
   // All lanes of the row take part.
   __device__ __forceinline__ void prepare(const Preparation& how, int row) {
-    if constexpr (QK_NORM) normalise(how, row);
+    if constexpr (QK_NORM)
+      normalise(how, NORM_BY_TOKEN ? how.factor[row] : norm_factor(mean_square(), how.eps));
+    follow_norm(how, row);
+  }
+  __device__ __forceinline__ void follow_norm(const Preparation& how, int row) {
     turn(how, row);
     if constexpr (QK_ROTATE) rotate();
   }
@@ -237,16 +241,14 @@ struct PreparedRow {
     const float a = of[i].first(j), b = of[i].second(j);
     return __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
   }
+  __device__ __forceinline__ float square_sum() {
+    return sum([&](int i, int j) { return square(i, j); });
+  }
   __device__ __forceinline__ float mean_square() {
-    return mean([&](int i, int j) { return square(i, j); });
+    return __fdiv_rn(square_sum(), float(HEAD_DIM));
   }
 
-  __device__ __forceinline__ void normalise(const Preparation& how, int row) {
-    float factor;
-    if constexpr (NORM_BY_TOKEN)
-      factor = how.factor[row];
-    else
-      factor = norm_factor(mean_square(), how.eps);
+  __device__ __forceinline__ void normalise(const Preparation& how, float factor) {
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)
