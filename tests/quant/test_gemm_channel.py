@@ -137,7 +137,7 @@ THEFTS = {
     "rows exchanged": (
         OWN, "row_scale(p, row), B_scale, bias", "row_scale(p, row ^ 8), B_scale, bias", SMALL, "",
     ),
-    "sums of the tile before": (SM90, "k > 0 || step > 0", "true", HOPPER, ""),
+    "sums of the tile before": (SM90, "k > 0 || step > 0", "true", HOPPER, "never written"),
     "no wait for the slices": (
         SM90, "      mbarrier_wait_parity(smem.full[at.stage], at.parity);  // both slices", "  //",
         HOPPER, "never written",
