@@ -206,8 +206,6 @@ def backward_support(
 
 def _of_bias(call: AttentionSpec, bias: Operand) -> str:
     """Return why the Hopper form does not take the bias of a call; "" if it does."""
-    if call.packed is not None:
-        return "takes no bias of packed sequences"
     kind = score_kind(bias, "dense")
     if kind == "rows":
         return "takes no bias that is the same for all keys"
@@ -220,4 +218,7 @@ def _of_bias(call: AttentionSpec, bias: Operand) -> str:
                 f"takes a mask with a float32 bias from head_dim {least} to {most}, got "
                 f"{call.head_dim}: a bias of -inf masks, too"
             )
+    wide = kind == "dense" and call.bias == "float32" and call.head_dim > SUMMED
+    if wide and call.packed is not None and call.softcap:
+        return f"takes no float32 bias of packed sequences with softcap past head_dim {SUMMED}"
     return obstacle_of_places(bias)

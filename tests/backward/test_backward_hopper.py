@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -128,6 +129,8 @@ def test_kernels_spill_nothing_and_multiply_in_the_background(
                 *((n, x, {"softcap": 2.0}) for n in (64, 128) for x in (DENSE_BIAS, KEYS_BIAS)),
                 *((n, DENSE_BIAS, {"softcap": 2.0, "causal": True}) for n in (64, 128, 256)),
                 (256, KEYS_BIAS, {"softcap": 2.0, "window": True, "causal": True}),
+                *((n, DENSE_BIAS, {"packed": Packed(900, 900, True)}) for n in (64, 128, 256)),
+                (128, KEYS_BIAS, {"packed": Packed(900, 900, True), "softcap": 2.0}),
                 *((n, x, {"mask": True, "causal": True}) for n, x in (
                     (64, KEYS_BIAS), (64, DENSE_BIAS), (128, DENSE_BIAS), (256, DENSE_BIAS),
                     (256, KEYS_BIAS),
@@ -199,8 +202,10 @@ def check_kernels(call: Any, most_spilled: int = 0, **changed: Operand) -> None:
         ({"bias": "float16"}, {"bias": NARROW_BIAS}, "multiples of 16 bytes, got 16 n + 2"),
         ({"bias": "float16"}, {"bias": ROWS_BIAS}, "takes no bias that is the same for all keys"),
         (
-            {"bias": "float16", "packed": Packed(900, 900, True)}, {"bias": BIAS},
-            "takes no bias of packed sequences",
+            {
+                "head_dim": 136, "bias": "float32", "softcap": 2.0,
+                "packed": Packed(900, 900, True),
+            }, {"bias": BIAS}, "takes no float32 bias of packed sequences with softcap",
         ),
         (
             {"mask": True, "block_mask": (128, 128)}, {"mask": BIAS},
@@ -511,6 +516,57 @@ def test_packed_sequences_are_within_their_bound(form: str, head_dim: int) -> No
     assert len(runs) == len(PACKED)
     for one in runs:
         one.check()
+
+
+#: Kinds of a bias of packed sequences: head_dim, shape behind the heads, dtype, softcap, form.
+PACKED_BIASES = (
+    (64, True, "float16", 0.0, "sm90_atomic"), (128, True, "bfloat16", 1.5, "sm90_deterministic"),
+    (192, True, "float16", 1.5, "sm90_deterministic"), (72, True, "float32", 0.0, "sm90_atomic"),
+    (192, False, "float32", 0.0, "sm90_deterministic"), (64, False, "float16", 1.5, "sm90_atomic"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6))]
+)
+def test_packed_sequences_take_the_corners_of_a_bias(number: int) -> None:
+    """Each its own; past its end there is NaN."""
+    for one in runs_with_a_packed_bias(number):
+        one.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "line", "mistake"),
+    [
+        (0, "return BIAS_OF_OTHERS && q0 + rows > p.len_q;", "return false;"),
+        (2, "if constexpr (BIAS_OF_OTHERS) bits[h] &= bits_below(p.len_q - row);", ""),
+        (1, "BIAS_OF_OTHERS ? biased_capped(S, bias)", "false ? 0.0f"),
+    ],
+)
+def test_the_bias_of_a_longer_sequence_is_noticed(
+    number: int, line: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "backward/sm90/backward_keys_wide.cu" if number == 2 else "prims/score/gradient_bias.cuh"
+    put_a_line_in_place(file, line, mistake, tmp_path, monkeypatch)
+    assert not all(one.judge().passed for one in runs_with_a_packed_bias(number))
+
+
+def packed_bias(number: int) -> tuple[tuple[tuple[int, int], ...], int, str, dict[str, Any]]:
+    """Return lengths, head_dim, form and options of a call; behind each sequence NaN biases it."""
+    head_dim, of_rows, dtype, softcap, form = PACKED_BIASES[number]
+    lengths = PACKED if number else ((5, 30), (0, 20), (40, 70))
+    len_q, len_k = (max(x) for x in zip(*lengths, strict=True))
+    bias = admitting((len(lengths), 4, len_q if of_rows else 1, len_k), dtype)
+    for one, (rows, keys) in zip(bias, lengths, strict=True):
+        one[:, rows if of_rows else 1 :] = one[..., keys:] = np.nan
+    options = {"bias": bias, "softcap": softcap, "causal": bool(number % 2)}
+    return lengths, head_dim, form, options
+
+
+def runs_with_a_packed_bias(number: int) -> Iterator[BackwardRun]:
+    lengths, head_dim, form, options = packed_bias(number)
+    return run_packed_backward(lengths, head_dim=head_dim, **interpreted_as(form), **options)
 
 
 def with_a_sequence_of(fill: float, form: str, head_dim: int = 64) -> list[bytes]:

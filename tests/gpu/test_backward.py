@@ -38,6 +38,7 @@ from tests.backward.backward_cases import (
 )
 from tests.backward.coarse_cases import LOWEST, biased, check, defined, large_products
 from tests.backward.test_backward_faults import FAULTS
+from tests.backward.test_backward_hopper import PACKED_BIASES, packed_bias
 from tests.backward.test_backward_kernels import PACKED
 from tests.gpu.support import arch_of, embedded, guarded, moved, on_device
 from tests.kernels.test_all_lengths import MOST, SHAPES
@@ -151,6 +152,16 @@ def test_packed_sequences(how: dict[str, Any]) -> None:
             PACKED, head_dim=head_dim, **how, move=on_device, of_lse=head_dim == 64, causal=True
         ):
             one.check()
+
+
+@pytest.mark.parametrize("number", range(len(PACKED_BIASES)))
+def test_packed_sequences_with_a_bias(number: int) -> None:
+    lengths, head_dim, form, options = packed_bias(number)
+    how = options_of(form)
+    for one in run_packed_backward(
+        lengths, head_dim=head_dim, **how, move=on_device, **moved(options)
+    ):
+        one.check()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

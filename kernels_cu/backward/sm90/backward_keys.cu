@@ -139,7 +139,7 @@ __device__ __forceinline__ void change(
   for (int i = 0; i < BLOCK_Q / 2; ++i) {
     const int row = q0 + i / 4 * 8 + t * 2 + i % 2;
     const bool admits =
-        is_admitted(bits, i) && (placed || admitted(scores.p, row, key + i / 2 % 2 * 8));
+        is_admitted(bits, i) && (placed || admitted_with_bias(scores.p, row, key + i / 2 % 2 * 8));
     S_acc[i] = changed_score(scores.p, S_acc[i], admits);
   }
 }
@@ -169,7 +169,7 @@ __device__ __forceinline__ void changed_slopes(
       for (int i = 0; i < 2; ++i) {
         const int at = 4 * n + 2 * h + i;
         const float S = S_acc[at];
-        const float biased = SOFTCAP && BIAS ? biased_score(S, 1.0f, b.v[2 * h + i]) : S;
+        const float biased = SOFTCAP && BIAS ? biased_in_place(S, b.v[2 * h + i]) : S;
         of[i] = weight_of_changed<ANY_COARSE>(
             p, S, biased, dP_acc[at], M.v[i], delta.v[i], factor.v[i]);
       }
@@ -192,7 +192,7 @@ __device__ __forceinline__ void exclude(
   if (!placed)
 #pragma unroll
     for (int i = 0; i < BLOCK_Q / 2; ++i)
-      if (!admitted(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
+      if (!admitted_with_bias(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
         S_acc[i] = NEG_INF;
 }
 
@@ -473,7 +473,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     // S4 P and dS, as their products end
     uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
     const Scores scores(p, batch, steps.head);
-    const bool placed = scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16);
+    const bool placed =
+        scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16) && !meets_bias_of_others(p, q0, BLOCK_Q);
     const MaskBits bits = load_bits(smem, at.stage);
     bias.load(call, batch, steps.head);
     wgmma_wait_group<1>();

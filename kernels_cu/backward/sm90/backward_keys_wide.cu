@@ -117,6 +117,7 @@ __device__ __forceinline__ void clear_by_place(
 #pragma unroll
   for (int h = 0; h < 2; ++h, key += 8) {
     if (key >= p.len_kv) bits[h] = 0;
+    if constexpr (BIAS_OF_OTHERS) bits[h] &= bits_below(p.len_q - row);
     if constexpr (CAUSAL) bits[h] &= ~bits_below(key - p.causal_shift - row);
     if constexpr (WINDOW) bits[h] &= bits_below(key - p.window_shift + 1 - row);
   }
@@ -303,7 +304,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
   // S4 P and dS, for both warpgroups
   const auto exchange = [&] {
     const Scores scores(p, batch, head);
-    const bool placed = scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16);
+    const bool placed =
+        scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16) && !meets_bias_of_others(p, q0, HALF_ROWS);
     if (BIAS) mbarrier_wait_parity(smem.bias_full, P_at.parity);  // the bias has arrived
     bias.load_boxed(smem, key0);
     if constexpr (!SOFTCAP) bias.add(S_acc, p.scale);

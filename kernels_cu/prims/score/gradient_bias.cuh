@@ -70,6 +70,20 @@ __device__ __forceinline__ float biased_capped(float S, float bias) {
   return S == NEG_INF ? NEG_INF : biased_score(S, 1.0f, bias);
 }
 
+// In packed sequences, rows and keys past the end of a sequence have biases of longer ones.
+constexpr bool BIAS_OF_OTHERS = BIAS && VARLEN;
+// Whether rows [q0, q0 + rows) have such.
+__device__ __forceinline__ bool meets_bias_of_others(const AttnParams& p, int q0, int rows) {
+  return BIAS_OF_OTHERS && q0 + rows > p.len_q;
+}
+// Whether the row is one and may attend to the key.
+__device__ __forceinline__ bool admitted_with_bias(const AttnParams& p, int row, int key) {
+  return !(BIAS_OF_OTHERS && row >= p.len_q) && admitted(p, row, key);
+}
+__device__ __forceinline__ float biased_in_place(float S, float bias) {
+  return BIAS_OF_OTHERS ? biased_capped(S, bias) : biased_score(S, 1.0f, bias);
+}
+
 // The bias of the scores of a warp, which has the keys [key0, key0 + 16) of a block. A lane's
 // scores have its key, or key + 8. Score i has query row i / 4 * 8 + lane % 4 * 2 + i % 2, from
 // `row0` on.
