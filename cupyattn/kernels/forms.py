@@ -24,7 +24,7 @@ VALUES = {
 #: Options of a call that a form may leave to another form. A form that takes packed sequences also
 #: takes padded entries with separate lengths.
 OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
-#: Name of the tiles for a float32 bias. With a number for each key it takes twice the room of a bias
+#: Name of the tiles for a float32 bias. With a number for each key it takes twice the room of one
 #: in 16 bits. A Hopper form without such tiles does not take it.
 WIDE_BIAS = "float32 bias"
 
