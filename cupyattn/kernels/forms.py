@@ -24,6 +24,9 @@ VALUES = {
 #: Options of a call that a form may leave to another form. A form that takes packed sequences also
 #: takes padded entries with separate lengths.
 OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
+#: Name of the tiles for a float32 bias. With a number for each key it takes twice the room of one
+#: in 16 bits. A Hopper form without such tiles does not take it.
+WIDE_BIAS = "float32 bias"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,8 @@ class FormTiles:
         If `other` has an entry, a step is cut to the keys of a call, but not below this number; 0:
         it is never cut.
     scored : mapping of str to FormTiles
-        Tiles of calls with one of these `OPTIONS`: the entry of the first option that the call has.
+        Tiles of calls with one of these `OPTIONS`, or with a `WIDE_BIAS`. The first entry counts
+        that the call has.
 
     Attributes
     ----------
@@ -109,7 +113,7 @@ class FormTiles:
         object.__setattr__(self, "largest_head_dim", max(self.default))
 
     def with_options(self, options: Collection[str]) -> FormTiles:
-        """Return the tiles of calls that have some of `OPTIONS`."""
+        """Return the tiles of calls that have some of the keys of `scored`."""
         return next((x for name, x in self.scored.items() if name in options), self)
 
     def limit(self, head_dim: int) -> int:
@@ -180,7 +184,7 @@ class FormTiles:
         rows : int
             Rows that tiles of the split form should hold (`cupyattn.kernels.splits.wanted_rows`).
         options : collection of str
-            The options of the call, by their names in `OPTIONS`.
+            The options of the call, by their names in `scored`.
 
         Raises
         ------

@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.features import DTYPES
-from cupyattn.kernels.forms import OPTIONS, Form, FormTiles, Takes
+from cupyattn.kernels.forms import OPTIONS, WIDE_BIAS, Form, FormTiles, Takes
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
 
@@ -258,6 +258,10 @@ _BIAS_BLOCKS = {
     64: _HOPPER_BLOCKS, 128: (Tiles(128, 64, 12, 3),), 256: (Tiles(128, 64, 12, 2),),
 }  # fmt: skip
 _FA_TC_SCORED = {
+    WIDE_BIAS: FormTiles(  # two stages of it beside Q, K and V
+        {128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+        block_mask={256: (Tiles(128, 64, 12, 2),)},
+    ),
     "softcap": FormTiles(
         {64: Tiles(192, 112, 16, 2), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
         block_mask=_BIAS_BLOCKS,
@@ -328,6 +332,10 @@ _INT8_BIAS = FormTiles(
     {64: Tiles(192, 64, 16, 3), 128: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
     block_mask=_INT8_BIAS_BLOCKS,
 )
+_INT8_WIDE_BIAS = FormTiles(
+    {64: Tiles(192, 64, 16, 2), 256: Tiles(128, 64, 12, 2)},
+    block_mask={256: (Tiles(128, 64, 12, 2),)},
+)
 _PV8_SCORED = FormTiles(
     {128: Tiles(192, 128, 16, 3), 256: Tiles(128, 128, 12, 2)}, block_mask=_HOPPER_INT8_BLOCKS
 )
@@ -356,7 +364,7 @@ _FA_INT8 = {
         FormTiles(
             {64: Tiles(192, 128, 16, 3), 128: Tiles(192, 80, 16, 2), 256: Tiles(128, 96, 12, 2)},
             block_mask=_HOPPER_INT8_BLOCKS,
-            scored={"bias": _INT8_BIAS},
+            scored={WIDE_BIAS: _INT8_WIDE_BIAS, "bias": _INT8_BIAS},
         ),
         _HOPPER_INT8,
         pieces=True,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from cupyattn.arrays.operand import Operand
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels import splits
-from cupyattn.kernels.forms import OPTIONS, VALUES, Form
+from cupyattn.kernels.forms import OPTIONS, VALUES, WIDE_BIAS, Form
 from cupyattn.kernels.ladder import Variant
 from cupyattn.kernels.limits import GROUP_ALL
 from cupyattn.kernels.tiles import Tiles
@@ -34,6 +34,9 @@ from cupyattn.problem.operands import (
 LEAST_CAP, MOST_CAP = 2.0**-10, 2.0**14
 #: The largest head_dim for which both fit in the shared memory of fa_tc.
 MAX_HEAD_DIM_MASK_AND_BIAS = 192
+#: The largest head_dim of a float32 bias with a number for each key: of fa_tc, of fa_int8. Past it
+#: shared memory has no room for two stages of it.
+MAX_HEAD_DIM_WIDE_BIAS = (192, 128)
 LOG2E = math.log2(math.e)
 #: Code that allocates a bias for the copy engine.
 PADDED_BIAS = "allocate len_kv rounded up to 8 and give the slice [..., :len_kv]"
@@ -101,6 +104,11 @@ class Offer(NamedTuple):
         """The `cupyattn.kernels.forms.OPTIONS` that it has."""
         return options_of(self.call)
 
+    @property
+    def tile_options(self) -> tuple[str, ...]:
+        """The names by which a form may have separate tiles for it (`FormTiles.scored`)."""
+        return (*self.options, *((WIDE_BIAS,) if self.call.bias == "float32" else ()))
+
 
 class Choice(NamedTuple):
     """The form that runs a call.
@@ -162,7 +170,7 @@ def _tiles(variant: Variant, form: str, offer: Offer, launched: AttentionSpec) -
         call.head_dim, offer.tiles, form=form, lengths=lengths, causal=call.causal,
         block_mask=call.block_mask,
         rows=splits.wanted_rows(call.batch, call.heads, call.heads_kv, call.len_q),
-        options=offer.options,
+        options=offer.tile_options,
     )  # fmt: skip
 
 
@@ -284,14 +292,14 @@ def _of_options(form: Form, offer: Offer) -> str:
         words = {"packed": _lengths_of(call)}
         return f"takes no {' and no '.join(words.get(name, name) for name in left)}"
     if form.on_hopper and offer.operands is not None:
-        reason = _of_scores(offer, offer.operands.bias)
+        reason = _of_scores(form, offer, offer.operands.bias)
         if reason:
             return reason
     if not form.on_hopper or call.block_mask == (0, 0):
         return ""  # NOTE: tiles that do not divide the blocks raise in `Variant.tiles_for`
     if call.own_lengths is not None:
         return f"takes no block mask of {_lengths_of(call)}"
-    tiles = form.tiles.with_options(offer.options)
+    tiles = form.tiles.with_options(offer.tile_options)
     if tiles.for_blocks(call.head_dim, call.block_mask) is None:
         rows = tiles.with_blocks(call.head_dim)[0].block_q
         return (
@@ -306,7 +314,7 @@ def _lengths_of(call: AttentionSpec) -> str:
     return "packed sequences" if call.padded is None else "entries with lengths of their own"
 
 
-def _of_scores(offer: Offer, bias: Operand | None) -> str:
+def _of_scores(form: Form, offer: Offer, bias: Operand | None) -> str:
     """Return why a Hopper form does not take softcap or bias of a call; "" if it does."""
     call, coded = offer.call, offer.codes is not None
     cap = call.softcap * LOG2E if coded else call.softcap / call.scale
@@ -322,13 +330,15 @@ def _of_scores(offer: Offer, bias: Operand | None) -> str:
         return f"takes a bias with scale from 2**-14 to 2**14, got scale={call.scale:g}"
     if bias.steps[-1] == 0:  # the same for every key: it is read row by row
         return ""
-    return obstacle_of_copies(call.bias, bias)
-
-
-def obstacle_of_copies(dtype: str, bias: Operand) -> str:
-    """Return why the copy engine does not move a bias; "" if it does."""
-    if dtype == "float32":
-        return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
+    if call.bias == "float32":
+        if WIDE_BIAS not in form.tiles.scored:
+            return "takes a bias of float16 or bfloat16, got float32: convert it if exact enough"
+        most = MAX_HEAD_DIM_WIDE_BIAS[coded]
+        if call.head_dim > most:
+            return (
+                f"takes a float32 bias up to head_dim {most}, got {call.head_dim}: convert it to "
+                "16 bits if exact enough"
+            )
     return obstacle_of_places(bias)
 
 

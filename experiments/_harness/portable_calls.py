@@ -47,12 +47,19 @@ _BIAS = _zeros(256, 256)
 _KEPT = np.ones((1, 1, 4, 4), bool)
 CALLS = (
     PortableCall(
-        "`bias` in float32, a number for each key", "float16 or bfloat16, if exact enough",
-        "fa_tc", {"bias": _zeros(256, 256, dtype=np.float32)},
+        "`bias` in float32, a number for each key, past head_dim 192",
+        "float16 or bfloat16, if exact enough", "fa_tc",
+        {"bias": _zeros(256, 256, dtype=np.float32)}, 256,
     ),
     PortableCall(
-        "`bias` in float32, a number for each key", "float16 or bfloat16, if exact enough",
-        "fa_int8", {"bias": _zeros(256, 256, dtype=np.float32)},
+        "`bias` in float32, a number for each key, past head_dim 128",
+        "float16 or bfloat16, if exact enough", "fa_int8",
+        {"bias": _zeros(256, 256, dtype=np.float32)}, 256,
+    ),
+    PortableCall(
+        "`bias` in float32, a number for each key, beside V in 8 bits",
+        "float16 or bfloat16, if exact enough", "fa_int8",
+        {"bias": _zeros(256, 256, dtype=np.float32), "quant": QuantConfig(pv="int8")},
     ),
     PortableCall(
         "`mask` and `bias` together past head_dim 192", "-inf in the bias in place of the mask",
@@ -140,12 +147,12 @@ def section() -> Iterator[str]:
         "choices. A few query rows with many keys run in the split form, which is made for them. "
         "`QuantConfig(fused=True)` and `tiles=` without `arch=\"sm_90a\"` ask for a portable form.",
         "",
-        "A bias of 16 bits whose rows begin at no multiple of 16 bytes runs in the Hopper form. "
-        "It is copied first, which moves 4 bytes a number in each call. To save the copy, "
+        "A bias whose rows begin at no multiple of 16 bytes runs in the Hopper form. It is copied "
+        "first, which moves 4 bytes a number in each call, or 8 of float32. To save the copy, "
         "allocate len_kv rounded up to 8 and give the slice `[..., :len_kv]`.", "",
-        "A bias in float32 has tiles of twice the size. With head_dim 64 two of them would take "
-        "192 KiB, beside 88 KiB of Q, K and V: shared memory has 227 KiB. A copy in 16 bits would "
-        "round it. So the call keeps its numbers, and runs in the portable form.", "",
+        "A bias in float32 has tiles of twice the size. Shared memory has room for them up to "
+        "head_dim 192 in `fa_tc`, and up to 128 in `fa_int8` with V in 16 bits. Other such calls "
+        "keep their numbers and run in the portable form.", "",
     )  # fmt: skip
     rows = [
         [call.condition, f"`{call.variant}`", reason(outcome(call)[1]), call.remedy]

@@ -368,7 +368,6 @@ def test_steps_have_at_most_128_keys(rung: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bias": dense(np.float32)}, "takes a bias of float16 or bfloat16, got float32"),
         ({"softcap": 2e4}, "takes softcap*log2(e) from 2**-10 to 2**14"),
     ],
 )
@@ -377,6 +376,30 @@ def test_what_the_portable_form_takes(options: dict[str, Any], reason: str) -> N
     plan = planned(RUNGS[0], quant=quant, **options)
     assert plan.form == "portable" and reason in plan.note
     assert planned(RUNGS[0], quant=quant, softcap=1e4, scale=1e-6).form == "sm90"
+
+
+def test_a_float32_bias_stays_in_the_form_for_values_of_16_bits() -> None:
+    """And in head sizes with room for two stages of it."""
+    for rung in RUNGS[1:]:
+        plan = planned(rung, bias=dense(np.float32))
+        assert plan.form != rung.partition("@")[2]
+        assert "takes a bias of float16 or bfloat16, got float32" in plan.note
+    plan = planned(RUNGS[0], arrays(head_dim=136), bias=dense(np.float32))
+    assert plan.form == "portable" and "float32 bias up to head_dim 128, got 136" in plan.note
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options"),
+    [
+        (64, {"causal": True}),
+        *(
+            pytest.param(*one, marks=SLOW)
+            for one in ((64, {"mask": row_mask(), "softcap": 20.0}), (128, {}), (96, {}))
+        ),
+    ],
+)
+def test_the_judgements_hold_with_a_float32_bias(head_dim: int, options: dict[str, Any]) -> None:
+    run(RUNGS[0], arrays("bfloat16", head_dim), bias=dense(np.float32), **options).check()
 
 
 def test_a_bias_out_of_reach_is_copied() -> None:

@@ -91,6 +91,7 @@ QUICK: list[dict[str, Any]] = [
     {"mask": key_mask(), "window": (100, 20)},
     {"bias": dense(), "causal": True},
     {"softcap": 20.0, "bias": dense(BFLOAT16), "mask": row_mask()},
+    {"bias": dense(np.float32), "window": (100, 40)},
 ]
 SLOW: list[dict[str, Any]] = [
     {"softcap": 2.5}, {"softcap": 30.0, "window": (50, 30)}, {"mask": key_mask()},
@@ -99,6 +100,10 @@ SLOW: list[dict[str, Any]] = [
     {"bias": bias_of(2, LEN_Q, 1, dtype=np.float32)},
     {"bias": bias_of(1, LEN_Q, 1), "mask": row_mask(), "softcap": 9.0},
     {"bias": dense(BFLOAT16), "window": (9, 70)},
+    {"bias": dense(np.float32), "mask": row_mask(), "softcap": 9.0},
+    {"bias": bias_of(1, LEN_KV, dtype=np.float32), "causal": True},
+    {"bias": dense(np.float32),
+     "block_mask": BlockMask(np.array([[1, 0, 1], [0, 1, 1]], bool)[None, None], 128, 128)},
     {"mask": row_mask(), "block_mask": BlockMask(np.array([[1, 0, 1], [0, 1, 1]], bool)[None, None],
                                                  128, 128)},
     {"mask": key_mask(), "causal": True,
@@ -136,6 +141,9 @@ def test_they_hold_at_other_head_sizes(head_dim: int, options: dict[str, Any]) -
     inputs = arrays("bfloat16", head_dim)
     if head_dim == 256 and {"mask", "bias"} <= set(options):
         assert "mask and bias together up to head_dim 192" in planned(inputs, **options).note
+    elif head_dim == 256 and "bias" in options and options["bias"].dtype == np.float32:
+        reason = "takes a float32 bias up to head_dim 192, got 256: convert it to 16 bits"
+        assert reason in planned(inputs, **options).note
     else:
         run(inputs, **options).check()
 
@@ -358,7 +366,6 @@ def test_whole_steps_are_counted_warp_by_warp(mixed: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"bias": dense(np.float32)}, "takes a bias of float16 or bfloat16, got float32"),
         ({"softcap": 1e6}, "takes softcap/scale from 2**-10 to 2**14"),
         ({"bias": dense(), "scale": 2.0**20}, "takes a bias with scale"),
     ],
@@ -380,13 +387,16 @@ def odd_biases() -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", odd_biases())
-def test_a_bias_out_of_reach_is_copied_and_changes_no_bit(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, np.float16) for name in odd_biases()), ("keys apart", np.float32)],
+)
+def test_a_bias_out_of_reach_is_copied_and_changes_no_bit(name: str, dtype: Any) -> None:
     """Padded rows, in the Hopper form; what lies between them is not read."""
     q, k, v = arrays()
     inputs = q, k[..., : LEN_KV - 3, :], v[..., : LEN_KV - 3, :]
-    bias = odd_biases()[name]
-    before, padded = bias.tobytes(), np.full((2, LEN_Q, LEN_KV), np.nan, np.float16)
+    bias = odd_biases()[name].astype(dtype)
+    before, padded = bias.tobytes(), np.full((2, LEN_Q, LEN_KV), np.nan, dtype)
     aligned = padded[..., : LEN_KV - 3]
     aligned[...] = bias
     assert resolved(*inputs, variant="fa_tc", arch="sm_90a", bias=bias).copies.keys() == {"bias"}
@@ -398,12 +408,15 @@ def test_a_bias_out_of_reach_is_copied_and_changes_no_bit(name: str) -> None:
 
 
 def test_a_bias_is_not_copied_for_a_portable_form() -> None:
-    """One that float32 keeps out, or another option."""
+    """Another option keeps it out, or float32 beside a large head_dim."""
     bias = odd_biases()["an odd address"]
     q, k, v = arrays()
     inputs = q, k[..., : LEN_KV - 3, :], v[..., : LEN_KV - 3, :]
-    for options in ({"bias": bias.astype(np.float32)}, {"bias": bias, "scale": 2.0**20}):
-        one = resolved(*inputs, variant="fa_tc", arch="sm_90a", **options)
+    wide = tuple(x[..., : LEN_KV - 3, :] if i else x for i, x in enumerate(arrays(head_dim=256)))
+    for given, options in (
+        (wide, {"bias": bias.astype(np.float32)}), (inputs, {"bias": bias, "scale": 2.0**20}),
+    ):  # fmt: skip
+        one = resolved(*given, variant="fa_tc", arch="sm_90a", **options)
         assert not one.copies and one.kernel.form == "portable"
     assert not resolved(*inputs, variant="fa_tc", arch="sm_80", bias=bias).copies
 
@@ -433,26 +446,38 @@ MISTAKES = {
 }  # fmt: skip
 
 
+#: A mistake in a form that the other rungs do not all have.
+WIDE_MISTAKES = {
+    "float32 bias of another row": (
+        "prims/score/score_bias.cuh", "i % 2 * 8 * 128 + (chunk ^ g) * 16", "(chunk ^ g) * 16",
+        {"bias": dense(np.float32)},
+    ),
+}  # fmt: skip
 #: The mistakes that are planted at once; the others are slow.
 AT_ONCE = ("softcap after the bias", "an empty tile taken for a full one")
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda _, x: x in AT_ONCE, MISTAKES))
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda _, x: x in AT_ONCE, [*MISTAKES, *WIDE_MISTAKES])
+)
 def test_a_mistake_leaves_the_bound(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, line, instead, options = MISTAKES[name]
+    source, line, instead, options = {**MISTAKES, **WIDE_MISTAKES}[name]
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     assert not run(arrays(), **options).judge().passed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("name", ["softcap", "rows", "bias", "all"])
+@pytest.mark.parametrize("name", ["softcap", "rows", "bias", "all", "float32"])
 def test_default_tiles_spill_nothing_and_fit(name: str, head_dim: int) -> None:
-    """Past head_dim 192 shared memory has no room for a mask beside a bias."""
+    """Past head_dim 192 shared memory has no room for a mask beside a bias, or one in float32."""
     every = {"softcap": 9.0, "mask": row_mask(), "bias": dense(), "causal": True}
-    one = {"softcap": ["softcap"], "rows": ["mask"], "bias": ["bias"], "all": [*every]}[name]
+    if name == "float32":
+        head_dim, every["bias"] = min(head_dim, 192), dense(np.float32)
+    of_name = {"softcap": ["softcap"], "rows": ["mask"], "bias": ["bias"]}
+    one = of_name.get(name, [*every])
     options = {n: every[n] for n in one if not (n == "mask" and name == "all" and head_dim > 192)}
     plan = planned(arrays("bfloat16", head_dim), return_lse=True, **options)
     (launch,) = (one for one in plan.launches if one.entry == "attn_fa_tc")

@@ -409,7 +409,7 @@ def test_explain_says_what_happens_to_the_scores() -> None:
     ("options", "reason"),
     [
         ({"softcap": 1e6}, "takes softcap/scale from 2**-10 to 2**14, got 8e+06"),
-        ({"mask": np.ones(1, bool), "bias": np.zeros(64, "f4")}, "takes a bias of float16 or"),
+        ({"bias": np.zeros(64, "f4"), "scale": 2.0**20}, "takes a bias with scale from 2**-14"),
     ],
 )
 def test_the_hopper_form_leaves_these_to_the_portable_one(

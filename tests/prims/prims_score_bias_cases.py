@@ -26,9 +26,10 @@ def some_bias(dtype: str, *shape: int) -> np.ndarray:
 
 
 def boxed(bias: np.ndarray) -> np.ndarray:
-    """Lay [rows, keys] out in boxes of 64 keys, swizzled, 1024 bytes or a multiple of them each."""
+    """Lay [rows, keys] out in boxes of 128 bytes a row, swizzled, each a multiple of 1024 bytes."""
     rows, keys = bias.shape
-    chunks = np.pad(bias.view(np.uint8), ((0, 0), (0, -2 * keys % 128)), constant_values=0xFF)
+    rest = -bias.itemsize * keys % 128
+    chunks = np.pad(bias.view(np.uint8), ((0, 0), (0, rest)), constant_values=0xFF)
     boxes = np.full((chunks.shape[1] // 128, -(-rows // 8) * 64, 16), 0xFF, np.uint8)
     for row, octet in np.ndindex(rows, chunks.shape[1] // 16):
         place = swizzle(8, row, octet % 8)
@@ -89,7 +90,10 @@ SCORE_BIAS_PRIMS = [
             partial(boxes_arguments, kind, dtype), partial(boxes_expected, kind, dtype),
             defines=macros(kind, dtype),
         )
-        for kind, dtype in (("dense", "float16"), ("dense", "bfloat16"), ("keys", "bfloat16"))
+        for kind, dtype in (
+            ("dense", "float16"), ("dense", "bfloat16"), ("keys", "bfloat16"),
+            ("dense", "float32"), ("keys", "float32"),
+        )
     ),
     Prim(
         "score_bias-rows", "score_bias", "by_rows", 64, rows_arguments, rows_expected,

@@ -15,29 +15,53 @@ constexpr int BIAS_BOX_ROWS = BIAS_KIND == BiasKind::KEYS ? 1 : BLOCK_Q;
 // Bytes from one box to the next: the swizzle goes by addresses and repeats every 1024 bytes.
 constexpr int BIAS_BOX_PITCH = round_up(BIAS_BOX_ROWS * 128, 1024);
 
-// Two neighbours of a 16-bit type as numbers.
+// Two neighbours of a bias in memory.
+template <int BYTES>
+struct PairOf {
+  using type = uint32_t;
+};
+template <>
+struct PairOf<4> {
+  using type = Vec<float, 2>;
+};
+// The same as numbers.
 __device__ __forceinline__ Vec<float, 2> to_floats(uint32_t pair, __half) {
   return {{to_float(__ushort_as_half(pair & 0xffff)), to_float(__ushort_as_half(pair >> 16))}};
 }
 __device__ __forceinline__ Vec<float, 2> to_floats(uint32_t pair, __nv_bfloat16) {
   return {{__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}};
 }
+__device__ __forceinline__ Vec<float, 2> to_floats(Vec<float, 2> pair, float) { return pair; }
 
-// R3: S + factor * bias, from the boxes of a step; `row` is the first of the warp's 16 rows.
+// R3: S + factor * bias, from the boxes of a step; `row` is the first of the warp's 16 rows. Numbers
+// of 32 bits are read by the lane that adds them: ldmatrix would give their neighbours to others.
 template <typename T>
 __device__ __forceinline__ void add_dense_bias(
     float (&S_acc)[BLOCK_KV / 2], const unsigned char* boxes, int row, float factor) {
-  const int r = row + lane_id() % 16;
-  const uint32_t corner = shared_address(boxes) + r * 128 + (lane_id() / 16 ^ r % 8) * 16;
+  if constexpr (sizeof(T) == 4) {
+    const int g = lane_id() / 4, t = lane_id() % 4;
+    const unsigned char* own = boxes + (row + g) * 128 + t % 2 * 8;
 #pragma unroll
-  for (int n = 0; n < BLOCK_KV / 8; n += 2) {  // 16 keys
-    uint32_t pair[4];  // keys 8 n of row g, of row g + 8; keys 8 n + 8 of row g, of row g + 8
-    ldmatrix_x4(pair, (corner + n / 8 * BIAS_BOX_PITCH) ^ n % 8 * 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Vec<float, 2> b = to_floats(pair[i], T());
-      float* S = &S_acc[(n + i / 2) * 4 + i % 2 * 2];  // [2]
+    for (int i = 0; i < BLOCK_KV / 4; ++i) {
+      const int n = i / 2, chunk = n % 4 * 2 + t / 2;  // 16 bytes; row + 8 has the same swizzle
+      const auto b = *reinterpret_cast<const Vec<float, 2>*>(
+          own + n / 4 * BIAS_BOX_PITCH + i % 2 * 8 * 128 + (chunk ^ g) * 16);
+      float* S = &S_acc[i * 2];  // [2]
       S[0] = fmaf(b.v[0], factor, S[0]), S[1] = fmaf(b.v[1], factor, S[1]);
+    }
+  } else {
+    const int r = row + lane_id() % 16;
+    const uint32_t corner = shared_address(boxes) + r * 128 + (lane_id() / 16 ^ r % 8) * 16;
+#pragma unroll
+    for (int n = 0; n < BLOCK_KV / 8; n += 2) {  // 16 keys
+      uint32_t pair[4];  // keys 8 n of row g, of row g + 8; keys 8 n + 8 of row g, of row g + 8
+      ldmatrix_x4(pair, (corner + n / 8 * BIAS_BOX_PITCH) ^ n % 8 * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const Vec<float, 2> b = to_floats(pair[i], T());
+        float* S = &S_acc[(n + i / 2) * 4 + i % 2 * 2];  // [2]
+        S[0] = fmaf(b.v[0], factor, S[0]), S[1] = fmaf(b.v[1], factor, S[1]);
+      }
     }
   }
 }
@@ -46,10 +70,13 @@ __device__ __forceinline__ void add_dense_bias(
 template <typename T>
 __device__ __forceinline__ void add_key_bias(
     float (&S_acc)[BLOCK_KV / 2], const unsigned char* boxes, float factor) {
-  const unsigned char* own = boxes + lane_id() % 4 * 4;
+  using Pair = typename PairOf<sizeof(T)>::type;
+  constexpr int PER_BOX = BIAS_BOX_COLS / 8;
+  const unsigned char* own = boxes + lane_id() % 4 * sizeof(Pair);
 #pragma unroll
   for (int n = 0; n < BLOCK_KV / 8; ++n) {
-    const auto pair = *reinterpret_cast<const uint32_t*>(own + n / 8 * BIAS_BOX_PITCH + n % 8 * 16);
+    const auto pair = *reinterpret_cast<const Pair*>(
+        own + n / PER_BOX * BIAS_BOX_PITCH + n % PER_BOX * 4 * sizeof(Pair));
     const Vec<float, 2> b = to_floats(pair, T());
 #pragma unroll
     for (int i = 0; i < 4; ++i) S_acc[n * 4 + i] = fmaf(b.v[i % 2], factor, S_acc[n * 4 + i]);

@@ -38,10 +38,6 @@ static_assert(
     !(SCORED && STACKED) || (MASK_KIND != MaskKind::ROWS && BIAS_KIND != BiasKind::DENSE &&
                              BIAS_KIND != BiasKind::ROWS),
     "stacked heads take a mask or bias that is the same for all of them and their rows");
-static_assert(
-    !BIAS_IN_RING || sizeof(bias_t) == 2,
-    "a bias that the copy engine loads is float16 or bfloat16");
-
 // The arguments of a kernel; none of a plain one.
 template <bool>
 struct Scoring {};
