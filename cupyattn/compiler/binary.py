@@ -76,7 +76,7 @@ def _parse(payload: bytes, arch: str, version: tuple[int, int], machine: bool) -
     binary = Binary(cubin=cubin, **facts)
     if (binary.arch, binary.nvrtc_version) != (arch, version):
         raise ValueError(f"made by {binary.nvrtc_version} for {binary.arch}")
-    entries = set(re.findall(r"^\s*(?:\.visible )?\.entry ([\w$]+)\(", binary.ptx, re.MULTILINE))
+    entries = set(re.findall(r"\.entry ([\w$]+)\(", binary.ptx))
     if ".version " not in binary.ptx or f".target {arch}" not in binary.ptx or not entries:
         raise ValueError("its PTX has no version, target or entry point")
     if binary.smem_bytes != parse_smem_bytes(binary.ptx):

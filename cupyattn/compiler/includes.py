@@ -12,6 +12,9 @@ from pathlib import Path
 from cupyattn.errors import KernelCompileError
 
 _INCLUDE = re.compile(r"[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*(?://.*)?$")
+#: An include of a CUDA header. One inside a comment counts too: to strip the comments of two
+#: megabytes takes longer than to search them.
+_TOOLKIT_INCLUDE = re.compile(rb'#[ \t]*include[ \t]*["<]([^">\n]+)[">]')
 _BLOCK_COMMENT = re.compile(r"/\*[^*]*\*+(?:[^/*][^*]*\*+)*/")
 _toolkit_memo: dict[tuple[str, int, int], tuple[str, tuple[str, ...]]] = {}
 
@@ -112,9 +115,9 @@ def _toolkit_header(path: str, toolkit: str, seen: set[str]) -> Iterator[tuple[s
     memo_key = (path, status.st_mtime_ns, status.st_size)
     memo = _toolkit_memo.get(memo_key)
     if memo is None:
-        text = Path(path).read_text(errors="replace")
-        names = tuple(operand.strip('"<>') for operand in _operands(text))
-        memo = (hashlib.sha256(text.encode()).hexdigest(), names)
+        content = Path(path).read_bytes()
+        names = tuple(map(os.fsdecode, _TOOLKIT_INCLUDE.findall(content)))
+        memo = (hashlib.sha256(content).hexdigest(), names)
         _toolkit_memo[memo_key] = memo
     digest, names = memo
     yield path, digest

@@ -6,8 +6,7 @@ multiple of 32, and all threads that meet at a barrier give the same one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 BARRIERS = 16
 
 
-@dataclass(frozen=True)
-class Vote:
+class Vote(NamedTuple):
     """A reduction of one bit of each thread at a barrier, ``bar.red``.
 
     Parameters

@@ -382,7 +382,7 @@ def _coordinate(operand: Operand) -> Callable[[Machine], Ints]:
 def copy(inst: Instruction) -> Execute | None:
     """Build asynchronous copies: of single lanes, or by the copy engine."""
     if inst.modifiers[:1] == ("reduce",):
-        return _reduce_bulk(replace(inst, modifiers=inst.modifiers[1:]))
+        return _reduce_bulk(inst._replace(modifiers=inst.modifiers[1:]))
     if inst.modifiers[:1] != ("async",):
         return None
     return _bulk(inst) if inst.modifiers[1:2] == ("bulk",) else copy_async(inst)

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +20,7 @@ from cupyattn.arrays.kinds import Array
 from cupyattn.interpret.operation import DTYPES, Evaluate
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """A floating-point type: its smallest normal number, and the only NaN that it computes.
 
     Numbers are 0-d arrays, which NumPy combines with arrays faster than its scalars.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import ml_dtypes  # noqa: F401  (gives NumPy the name bfloat16)
 import numpy as np
@@ -53,8 +52,7 @@ def extents(given: Extents) -> tuple[int, int, int]:
     return (x, y, z) if min(x, y, z) > 0 else (0, 1, 1)
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """Extents of a launch: blocks, threads, and the dynamic shared memory of a block.
 
     Parameters
@@ -79,8 +77,7 @@ class Geometry:
         return math.prod(self.block)
 
 
-@dataclass(frozen=True)
-class OwnLaunch:
+class OwnLaunch(NamedTuple):
     """The description of a kernel without a plan, for observers."""
 
     module: ModuleSpec | None

@@ -11,7 +11,7 @@ KINDS = {
     "out of bounds": "an access outside the array, parameter or shared storage it aims at",
     "misaligned": "an address that is no multiple of the width of its access",
     "read-only": "a write to an operand that the kernel must not change",
-    "never written": "a read of memory that nothing has written",
+    "never written": "a read of memory or of a register that nothing has written",
     "in flight": "an access to what an asynchronous copy or matrix product is still at work on",
     "race": "two threads touch one word, one of them writes, and nothing orders them",
     "invalid operand": "a barrier, count of threads or registers, or divisor that is not allowed",

@@ -13,8 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -82,8 +81,7 @@ def schedule(seed: int) -> Iterator[None]:
         _dice.reset(token)
 
 
-@dataclass(frozen=True)
-class BoundLaunch:
+class BoundLaunch(NamedTuple):
     """A launch whose buffers and variables have addresses.
 
     Parameters
@@ -170,6 +168,8 @@ class Machine:
             "param": ParamMemory(launch.params, self.report),
         }
         self.registers: list[Values | None] = [None] * len(program.kernel.registers)
+        #: For each register that may be read before it is written, the lanes that have written it.
+        self.known = np.zeros((len(program.unsure), self.size), np.bool_)
         self.copies = Copies(self.size)
         self.mbarriers = Mbarriers(self)
         self.warpgroups = Warpgroups(self)

@@ -7,11 +7,10 @@ instructions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """A source line and, if it was inlined, the call.
 
     Parameters
@@ -110,8 +109,7 @@ Operand: TypeAlias = (
 )
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction.
 
     Parameters
@@ -154,8 +152,7 @@ class Instruction:
         return ".".join((self.opcode, *self.modifiers))
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """A variable in memory.
 
     Parameters
@@ -180,8 +177,7 @@ class Variable:
     extern: bool
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """A kernel's parameter; `offset` is its place in the buffer that the ABI packs."""
 
     name: str
@@ -209,6 +205,8 @@ class Kernel:
         Index of the next instruction; labels of inner scopes are named as registers are.
     variables : dict of str to Variable
         Declared in the body.
+    named : set of str
+        Variables and parameters that instructions name.
     max_threads : int or None
         Threads of a block, by ``.maxntid`` or ``.reqntid``.
     cluster : int
@@ -225,6 +223,7 @@ class Kernel:
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
     variables: dict[str, Variable]
+    named: set[str]
     max_threads: int | None
     cluster: int = 1
     min_blocks: int = 1

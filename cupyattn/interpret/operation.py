@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -34,8 +33,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """An instruction that computes numbers from numbers, without other effects.
 
     Parameters

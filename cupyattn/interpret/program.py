@@ -7,35 +7,35 @@ import functools
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from cupyattn.interpret import (  # noqa: F401  they fill the table
     access,
     bulk,
     control,
     mbarrier,
+    registers,
     scalar,
     semantics,
+    unwritten,
     warp,
     wgmma,
     wmma,
 )
 from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ptx import (
-    Address,
     Instruction,
     Kernel,
     Module,
-    Symbol,
     Variable,
-    Vector,
     parse,
 )
 from cupyattn.interpret.semantics import Execute, Step
 from cupyattn.interpret.variables import Extent, extents_of
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Steps that run one after the other once the first one runs.
 
     Parameters
@@ -76,6 +76,8 @@ class Program:
         Bytes of the narrowest access to ``"shared"`` and to ``"global"`` memory.
     held : dict of int to int
         Number, from 0, of each register that products of warpgroups hold.
+    unsure : dict of int to int
+        Number, from 0, of each register that may be read before it is written.
     extents : dict of int to Extent
         Of variables in shared memory that accesses must stay within, by index of the instruction.
     """
@@ -90,6 +92,7 @@ class Program:
     local_bytes: int
     granules: dict[str, int]
     held: dict[int, int]
+    unsure: dict[int, int]
     extents: dict[int, Extent]
 
 
@@ -141,17 +144,24 @@ def _collector_paused() -> Iterator[None]:
 
 def _prepared(module: Module, kernel: Kernel) -> Program:
     held = wgmma.registers_of(kernel.instructions)
-    steps = tuple(wgmma.watched(_step(x), held) for x in kernel.instructions)
-    starts = sorted(set(_starts(steps)))
+    named = list(map(registers.indices, kernel.instructions))
+    steps = tuple(
+        wgmma.watched(_step(x), names, held)
+        for x, names in zip(kernel.instructions, named, strict=True)
+    )
+    starts = sorted(set(_starts(steps)) - {len(steps)})
+    unsure = unwritten.registers_of(kernel.instructions, named, starts)
+    if unsure:
+        steps = tuple(
+            unwritten.watched(*one, unsure) for one in zip(steps, named, strict=True)
+        )
     numbered = tuple(enumerate(steps))
     segments = {
         start: Segment(start, stop, numbered[start:stop])
-        for start, stop in zip(starts, [*starts[1:], len(steps)], strict=True)
-        if start < len(steps)
+        for start, stop in pairwise((*starts, len(steps)))
     }
-    named = set(_symbols(kernel))
     variables = {**module.variables, **kernel.variables}
-    used = {name: v for name, v in variables.items() if name in named}
+    used = {name: v for name, v in variables.items() if name in kernel.named}
     shared, shared_bytes = _place(used, "shared", SHARED_BASE)
     local, local_bytes = _place(used, "local", 0)
     constant = {name: v for name, v in used.items() if v.space in ("global", "const")}
@@ -161,7 +171,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
     )
     return Program(
         kernel, steps, segments, constant, shared, shared_bytes - SHARED_BASE, local, local_bytes,
-        granules, held, extents,
+        granules, held, unsure, extents,
     )  # fmt: skip
 
 
@@ -195,7 +205,7 @@ def is_modelled(instruction: Instruction) -> bool:
 def _step(instruction: Instruction) -> Step:
     built = _built(instruction)
     if built is None:
-        return Step(instruction, semantics.unsupported(instruction))
+        return Step(instruction, semantics.unsupported(instruction), modelled=False)
     step = built if isinstance(built, Step) else Step(instruction, built)
     return semantics.guarded(step)
 
@@ -210,19 +220,6 @@ def _starts(steps: tuple[Step, ...]) -> Iterator[int]:
             yield index + 1
         if step.together is not None or step.again:
             yield index
-
-
-def _symbols(kernel: Kernel) -> Iterator[str]:
-    for instruction in kernel.instructions:
-        stack = list(instruction.operands)
-        while stack:
-            operand = stack.pop()
-            if isinstance(operand, Symbol):
-                yield operand.name
-            elif isinstance(operand, Address):
-                stack.append(operand.base)
-            elif isinstance(operand, Vector):
-                stack += operand.items
 
 
 def _place(variables: dict[str, Variable], space: str, base: int) -> tuple[dict[str, int], int]:

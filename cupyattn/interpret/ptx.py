@@ -12,7 +12,6 @@ import math
 import re
 import struct
 from bisect import bisect_right
-from dataclasses import replace
 from functools import lru_cache
 from typing import NoReturn
 
@@ -124,8 +123,8 @@ _VARIABLE = re.compile(
     r"(?P<extents>(?:\[\s*\d*\s*\]\s*)*)(?:=(?P<initialiser>.*))?", re.DOTALL,
 )
 _BODY = re.compile(
-    rf"\.loc\s+(?P<loc>[^\n]*)|(?P<label>{_NAME})\s*:|(?P<brace>[{{}}])"
-    r"|(?P<statement>[^\s;{}][^;]*);"
+    rf"\s*(?:\.loc\s+(?P<loc>[^\n]*)|(?P<label>{_NAME})\s*:|(?P<brace>[{{}}])"
+    r"|(?P<statement>[^\s;{}][^;]*);)"
 )
 #: A variable's address as the value of another.
 _ADDRESS_OF = re.compile(rf"(?:generic\({_NAME}\)|{_NAME})(?:\s*\+\s*\d+)?")
@@ -135,9 +134,9 @@ _LOC = re.compile(
     r"(\d+)\s+(\d+)\s+(\d+)\s*"
     r"(?:,\s*function_name\s+[\w$.+ ]+,\s*inlined_at\s+(\d+)\s+(\d+)\s+(\d+)\s*)?"
 )
+#: Negation and name of the guard, name and operands of the instruction.
 _INSTRUCTION = re.compile(
-    rf"(?:@(?P<negated>!?)\s*(?P<predicate>{_NAME})\s+)?"
-    r"(?P<name>[a-z]\w*(?:\.[\w:]+)*)(?:\s+(?P<operands>.*))?",
+    rf"(?:@(!?)\s*({_NAME})\s+)?([a-z]\w*(?:\.[\w:]+)*)(?:\s+(.*))?",
     re.DOTALL,
 )
 _REG = re.compile(rf"\.reg\s+\.(\w+)\s+({_NAME}(?:<\d+>)?(?:\s*,\s*{_NAME}(?:<\d+>)?)*)")
@@ -193,6 +192,8 @@ def _blank_comment(match: re.Match[str]) -> str:
     found = match[0]
     if found[0] == '"':
         return found
+    if found[1] == "/":
+        return " " * len(found)
     return "\n".join(" " * len(line) for line in found.split("\n"))
 
 
@@ -322,7 +323,7 @@ def _kernel(
     text.where = header.start()
     registers, instructions = tuple(body.registers), tuple(body.instructions)
     kernel = Kernel(
-        name, parameters, registers, instructions, body.labels, body.variables,
+        name, parameters, registers, instructions, body.labels, body.variables, body.named,
         tuning.get("threads"), tuning.get("cluster", 1), tuning.get("min_blocks", 1),
         tuning.get("max_registers"),
     )  # fmt: skip
@@ -387,10 +388,11 @@ class _Scope:
         if name in self.types:
             return self.types[name]
         for end in range(len(name.rstrip("0123456789")), len(name)):
-            kind, count = self.ranges.get(name[:end], ("", 0))
-            number = name[end:]
-            if int(number) < count and (number[0] != "0" or number == "0"):
-                return kind
+            if name[:end] in self.ranges:
+                kind, count = self.ranges[name[:end]]
+                number = name[end:]
+                if int(number) < count and (number[0] != "0" or number == "0"):
+                    return kind
         return None
 
 
@@ -409,6 +411,7 @@ class _Body:
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         self.variables: dict[str, Variable] = {}
+        self.named: set[str] = set()  # variables and parameters that operands name
 
     def read(self, kernel: str, start: int) -> int:
         """Read up to the brace that closes the body; return the offset behind it."""
@@ -417,25 +420,25 @@ class _Body:
         self._scope.line = text.line()
         if text.text[start : start + 1] != "{":
             text.fail(f"kernel {kernel} has no body")
-        offset = text.skip_blanks(start + 1)
+        offset = start + 1
         while match := _BODY.match(text.text, offset):
-            kind = match.lastgroup
+            kind = match.lastgroup or ""
+            part, text.where, offset = match[kind], match.start(kind), match.end()
             if kind == "statement":
-                self._statement(match["statement"])
+                self._statement(part)
             elif kind == "loc":
-                self._loc(match["loc"])
+                self._loc(part)
             elif kind == "label":
-                self._label(match["label"])
-            elif match["brace"] == "{":
+                self._label(part)
+            elif part == "{":
                 self._scopes += 1
                 self._scope = _Scope(self._scopes, text.line(), self._scope)
             else:
                 parent = self._close()
                 if parent is None:
-                    return match.end()
+                    return offset
                 self._scope = parent
-            offset = text.skip_blanks(match.end())
-        if offset < len(text.text):
+        if text.skip_blanks(offset) < len(text.text):
             text.fail("no ';' ends this statement")
         text.where = len(text.text.rstrip())
         text.fail(f"the text ends in a scope that opens on line {self._scope.line}")
@@ -446,7 +449,7 @@ class _Body:
         for index, label in scope.branches:
             if label in scope.labels:
                 target = scope.labels[label]
-                self.instructions[index] = replace(self.instructions[index], target=target)
+                self.instructions[index] = self.instructions[index]._replace(target=target)
             elif scope.parent is not None:
                 scope.parent.branches.append((index, label))
             else:
@@ -515,24 +518,24 @@ class _Body:
         match = _INSTRUCTION.fullmatch(statement)
         if match is None:
             self._text.fail("this is no instruction")
-        opcode, modifiers = _split_name(match["name"])
+        sign, guard, name, listed = match.groups("")
+        opcode, modifiers = _split_name(name)
         if opcode == "brx":
             self._text.unsupported(f"indirect branches ({opcode})")
         predicate = None
-        if match["predicate"]:
-            predicate = self._register(match["predicate"])
+        if guard:
+            predicate = self._register(guard)
             if predicate is None or predicate.type != "pred":
-                self._text.fail(f"{match['predicate']} is no declared predicate")
-        listed = (match["operands"] or "").strip()
+                self._text.fail(f"{guard} is no declared predicate")
+        listed = listed.strip()
         operands: tuple[Operand, ...] = ()
         if opcode == "bra":
             self._scope.branches.append((len(self.instructions), listed))
         elif listed and opcode != "call":
             operands = self._operands(listed)
-        negated, at, line = match["negated"] == "!", self._location, self._text.line()
-        text = " ".join(statement.split())
+        at, line, text = self._location, self._text.line(), " ".join(statement.split())
         self.instructions.append(
-            Instruction(opcode, modifiers, operands, predicate, negated, None, at, text, line)
+            Instruction(opcode, modifiers, operands, predicate, sign == "!", None, at, text, line)
         )
 
     # ---- operands --------------------------------------------------------------------------------
@@ -579,6 +582,7 @@ class _Body:
         if register is not None:
             return register
         if item in self._symbols:
+            self.named.add(item)
             return Symbol(item)
         if _SPECIAL.fullmatch(item):
             return Special(item)

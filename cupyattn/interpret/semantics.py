@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +37,7 @@ Write = Callable[["Machine", Values, "Lanes"], None]
 Execute = Callable[["Machine", "Lanes"], None]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One instruction, ready to run.
 
     Parameters
@@ -56,6 +54,8 @@ class Step:
         Whether `execute` itself decides where and when its lanes continue.
     again : bool
         Whether its lanes may repeat it.
+    modelled : bool
+        Whether the interpreter knows the instruction; `execute` raises if not.
     """
 
     instruction: Instruction
@@ -64,6 +64,7 @@ class Step:
     warps: int = 1
     leaves: bool = False
     again: bool = False
+    modelled: bool = True
 
 
 Builder = Callable[[Instruction], "Step | Execute | None"]
@@ -217,7 +218,7 @@ def guarded(step: Step) -> Step:
         if leaves and (others := lanes.where(~condition(machine))):
             machine.go(machine.place + 1, others)
 
-    return replace(step, execute=execute)
+    return step._replace(execute=execute)
 
 
 _WHOLE_WARP = np.array(0xFFFFFFFF, np.uint32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cupyattn.interpret.ptx import Address, Instruction, Operand, Pair, Register, Symbol, Vector
 from cupyattn.interpret.semantics import access_width
@@ -19,8 +19,7 @@ _ACCESSES = {"ld", "st", "atom", "red", "ldmatrix", "stmatrix", "cp", "wmma"}
 _KEEPS = {"mov", "add", "sub", "mad", "cvta", "cvt", "selp", "and", "or", "xor", "lop3", "shfl"}
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """The bytes of the variables that an access may be to, as addresses in shared memory.
 
     Parameters

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,7 @@ from cupyattn.interpret.tensor_core import (
 SWIZZLE_BYTES = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
-@dataclass(frozen=True)
-class Descriptor:
+class Descriptor(NamedTuple):
     """The fields of a matrix descriptor (PTX ISA, "Matrix Descriptor Format"), in bytes.
 
     Parameters

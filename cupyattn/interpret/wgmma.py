@@ -16,7 +16,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +27,7 @@ from cupyattn.interpret.memory import SHARED_BASE
 from cupyattn.interpret.ordering import WARP, Ints
 from cupyattn.interpret.ptx import Immediate, Instruction, Operand, Register, Vector
 from cupyattn.interpret.register_pools import GROUP
-from cupyattn.interpret.registers import executing, read, registers_in, written
+from cupyattn.interpret.registers import Indices, executing, registers_in
 from cupyattn.interpret.semantics import (
     Read,
     Step,
@@ -263,8 +263,11 @@ class Warpgroups:
             self._forms[product] = form
             self._numbered.append(form)
         for warp in self._first_warps(lanes).tolist():
-            self._check_fence(form, warp)
             lane = warp * WARP
+            counts = bool(machine.value(product.accumulate, lane))
+            if counts:
+                self._check_values(form, warp)
+            self._check_fence(form, warp)
             self._held[form.rows, lane : lane + GROUP * WARP] += 1
             a, granules = None, []
             if isinstance(product.a, Shared):
@@ -272,7 +275,6 @@ class Warpgroups:
                 granules.append(of_a)
             b, of_b = product.b.place(machine, lane)
             granules.append(of_b)
-            counts = bool(machine.value(product.accumulate, lane))
             number = int(self._committed[warp])
             self._under_way.append(Product(product, warp, number, a, b, counts, granules))
             for some in granules:
@@ -283,6 +285,19 @@ class Warpgroups:
             width = tensor_core.ELEMENT_BITS[product.b.type] // 8
             size = sum(x.size for x in (a, b) if x is not None) * width
             machine.traffic["shared", "load"] += size
+
+    def _check_values(self, form: _Form, warp: int) -> None:
+        """Report accumulators that a product adds to and that have no value."""
+        rows = form.rows[: len(form.product.accumulators)]
+        none = self._last_form[rows, warp] < 0
+        if none.any():
+            own = self._machine.lane[warp * WARP : (warp + GROUP) * WARP]
+            bad = none[:, None] & (self._changed[rows][:, own] == 0)
+            if bad.any():
+                row = int(bad.any(axis=1).argmax())
+                name = self._name(form.registers[row])
+                message = f"a wgmma adds to register {name}, and this lane has not written it"
+                self._machine.report("never written", message, own, bad[row])
 
     def _check_fence(self, form: _Form, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
@@ -465,25 +480,16 @@ def registers_of(instructions: Sequence[Instruction]) -> dict[int, int]:
     return {index: row for row, index in enumerate(found)}
 
 
-def _may_name(operand: Operand, held: Mapping[int, int]) -> bool:
-    """Return whether an operand may name one of some registers, by a glance at the commonest."""
-    if isinstance(operand, Register):
-        return operand.index in held
-    return not isinstance(operand, Immediate)
-
-
-def watched(step: Step, held: Mapping[int, int]) -> Step:
+def watched(step: Step, names: Indices, held: Mapping[int, int]) -> Step:
     """Return a step that first checks its registers against the products that may hold them."""
-    inst = step.instruction
-    if not held or inst.opcode == "wgmma" or not any(_may_name(x, held) for x in inst.operands):
+    inst, (results, sources) = step.instruction, names
+    if inst.opcode == "wgmma" or held.keys().isdisjoint((*results, *sources)):
         return step
-    changed = tuple(i for i in _indices(written(inst)) if i in held)
-    used = tuple(dict.fromkeys((*changed, *(i for i in _indices(read(inst)) if i in held))))
-    if not used:
-        return step
+    changed = tuple(index for index in results if index in held)
+    used = tuple(dict.fromkeys((*changed, *(index for index in sources if index in held))))
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         machine.warpgroups.touch(used, changed, executing(machine, inst, lanes))
         step.execute(machine, lanes)
 
-    return replace(step, execute=execute)
+    return step._replace(execute=execute)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -109,8 +109,7 @@ def _matrix(name: str, shape: str, kind: str, layout: str) -> Matrix | None:
     return Matrix(rows, columns, registers, bits, row, column, layout == "row")
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """A load or a store: its matrix, the layout in memory, and the space."""
 
     matrix: Matrix

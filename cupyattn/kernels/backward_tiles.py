@@ -26,8 +26,6 @@ HOPPER_TILES = {
 SUMMED = 128
 #: Tiles of ``backward_keys_pair.cu`` past that: the keys are of two blocks, half of them each.
 PAIR_TILES = Tiles(64, 128, 12, 2)
-#: Whether calls past that take it unless the same bits are asked for. Not before it is measured.
-PAIRED = False
 #: Past this head_dim and up to so many keys, blocks that add to dQ in turn are faster than atomic
 #: additions. Under a causal mask the limit is twice as many keys
 #: (experiments/results/backward.json).

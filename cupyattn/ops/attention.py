@@ -28,7 +28,6 @@ from cupyattn.problem.settings import (
 )
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantized import QuantizedQKV
-from cupyattn.reference.problem import run_mirror
 
 
 @explains_foreign_arguments
@@ -360,6 +359,9 @@ class _Attention(Operation):
 
     def mirror(self, problem: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Return O and the log-sum-exp, as the caller has them."""
+        # NOTE: kernels run without the mirror, and answer 4 ms sooner.
+        from cupyattn.reference.problem import run_mirror
+
         return run_mirror(problem, arrays)
 
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> Any:

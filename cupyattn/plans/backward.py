@@ -173,6 +173,7 @@ def plan_backward(
         keys, queries = keys.with_maps(boxes_of), queries.with_maps(boxes_of)
         if at.bias is not None:
             keys = keys.biased(at.bias, call.bias, keys_tiles.block_q)
+            queries = queries.biased(at.bias, call.bias, queries_tiles.block_q)
         sums = replace(kernels, folder="sm90/")
         boxes = -(-call.head_dim // SUM_COLUMNS)
         sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
@@ -272,7 +273,8 @@ class _Kernels:
     def biased(self, bias: Operand, dtype: str, rows: int) -> _Kernels:
         """Return the Hopper kernel that adds a bias, copied so many rows at a time if dense."""
         kind, structs = score_kind(bias, "dense"), self.structs
-        if kind == "dense":
+        if kind == "dense" or self.features.head_dim > SUMMED:
+            rows = rows if kind == "dense" else 1
             structs = *structs, tensor_map_of("bias", dtype, narrowed(bias), rows)
         options = {**self.options, "CFG_BIAS_KIND": BIAS_KINDS.index(kind)}
         return replace(self, structs=structs, options=options)

@@ -11,9 +11,9 @@ from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.limits import check_grid
 from cupyattn.kernels.tiles import Tiles
+from cupyattn.plans.passes import packed_lengths
 from cupyattn.plans.prepare_rows import Prepares, plan_preparation, prepares_of
 from cupyattn.plans.records import Launch, Plan, Stage, Work, Workspace
-from cupyattn.plans.stages import packed_lengths
 from cupyattn.plans.structs import NORM_GRADIENT_PARAMS, WEIGHT_SUM_PARAMS
 from cupyattn.problem.attention import AttentionProblem
 

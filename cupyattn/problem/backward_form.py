@@ -129,7 +129,7 @@ def settle_backward(
         Whether the same call gives the same bits on every run; None: the faster form.
     arch : str, optional
         Architecture that it will run on. On ``"sm_90a"`` a Hopper form runs if it takes the call;
-        past head_dim 128 it is the deterministic form (`backward_tiles.PAIRED`).
+        past head_dim 128 calls that pairs of blocks do not take get the deterministic form.
 
     Returns
     -------
@@ -151,9 +151,9 @@ def settle_backward(
 
 def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, int]:
     if call.head_dim > SUMMED:
-        if known.PAIRED and not deterministic and pairs_take(call):
-            return "sm90_atomic", SUMS_DQ
-        return "sm90_deterministic", NO_DQ
+        if deterministic or not pairs_take(call):
+            return "sm90_deterministic", NO_DQ
+        return "sm90_atomic", SUMS_DQ
     if deterministic or (deterministic is None and order_is_faster(call)):
         return "sm90_deterministic", SUMS_DQ_IN_ORDER
     return "sm90_atomic", SUMS_DQ
@@ -161,7 +161,8 @@ def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, 
 
 def pairs_take(call: AttentionSpec) -> bool:
     """Return whether ``backward_keys_pair.cu`` takes a call that the Hopper form takes."""
-    return not call.softcap and call.block_mask == (0, 0) and call.packed is None
+    plain = not (call.softcap or call.mask or call.bias)
+    return plain and call.block_mask == (0, 0) and call.packed is None
 
 
 def order_is_faster(call: AttentionSpec) -> bool:
@@ -188,14 +189,6 @@ def backward_support(
         return Support(False, "there is nothing for the copy engine")
     if bias is not None and (reason := _of_bias(call, bias)):
         return Support(False, f"the Hopper form {reason}")
-    spills = call.causal or (call.window and call.softcap)
-    if call.mask and spills and call.head_dim > SUMMED:
-        return Support(
-            False,
-            f"past head_dim {SUMMED} the Hopper form takes no mask with causal=True or a window "
-            "that has a last key, nor with window and softcap: let the mask say which keys a row "
-            "has",
-        )
     if call.mask and (call.block_mask != (0, 0) or call.packed is not None):
         return Support(
             False, "the Hopper form takes no mask with a block mask or of packed sequences"
@@ -213,13 +206,18 @@ def backward_support(
 
 def _of_bias(call: AttentionSpec, bias: Operand) -> str:
     """Return why the Hopper form does not take the bias of a call; "" if it does."""
-    if call.head_dim > SUMMED:
-        return f"takes no bias past head_dim {SUMMED}"
     if call.packed is not None:
         return "takes no bias of packed sequences"
     kind = score_kind(bias, "dense")
     if kind == "rows":
         return "takes no bias that is the same for all keys"
-    if kind == "dense" and call.mask and call.bias == "float32" and call.head_dim <= 64:
-        return "takes no mask with a float32 bias up to head_dim 64: a bias of -inf masks, too"
-    return obstacle_of_places(bias) if kind == "dense" else ""
+    if kind == "keys" and call.head_dim <= SUMMED:  # it is read where it is
+        return ""
+    if kind == "dense" and call.mask and call.bias == "float32":
+        least, most = 65, SUMMED
+        if not least <= call.head_dim <= most:
+            return (
+                f"takes a mask with a float32 bias from head_dim {least} to {most}, got "
+                f"{call.head_dim}: a bias of -inf masks, too"
+            )
+    return obstacle_of_places(bias)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.memory import data_address
-from cupyattn.compiler import ahead
 from cupyattn.compiler import modules as compiler
 from cupyattn.plans.records import Runnable, Work
 from cupyattn.problem.problem import Result
@@ -101,6 +100,9 @@ def compile_side_by_side(work: Work, arch: str | None) -> None:
     threads that only read would keep the call waiting for longer than it reads by itself.
     """
     import cupy
+
+    # NOTE: thread pools take 2 ms to import, which only devices need.
+    from cupyattn.compiler import ahead
 
     specs = dict.fromkeys(one.module for plan in work.plans for one in plan.launches)
     if len(missing := [spec for spec in specs if not compiler.is_loaded(spec, arch)]) > 1:

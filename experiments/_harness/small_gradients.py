@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 import cupyattn as ca
-from cupyattn.compiler import modules as compiler
 from cupyattn.gradients.judge import judge_backward
-from cupyattn.kernels import backward_tiles
 from cupyattn.problem.row_preparation import OPTIONS, Preparation
 from cupyattn.problem.settings import Settings
 from cupyattn.reference import attention_exact
@@ -40,9 +37,9 @@ def _judged(found: Any, received: Any, options: dict[str, Any]) -> str:
 def gradients(
     options: dict[str, Any], factor: float = 1.0, lengths: tuple[int, int] = (140, 200),
     head_dim: int = 64, heads: tuple[int, int] = (HEADS, HEADS_KV), dtype: str = "float16",
-    pairs: bool = False, **how: Any,
+    **how: Any,
 ) -> str:  # fmt: skip
-    """Run the backward pass, and judge the gradients; `pairs`: by blocks in pairs, if it can."""
+    """Run the backward pass, and judge the gradients."""
     q, k, v = arrays(*lengths, dtype, 4, head_dim, heads=heads, batch=how.pop("batch", BATCH))
     q, k = (x * q.dtype.type(factor) for x in (q, k))
     d_out = normal(np.random.default_rng(6), q.shape).astype(q.dtype)
@@ -54,10 +51,7 @@ def gradients(
     rows = (q, k) if prepared is None else prepared.stored(q, k)
     o, lse = attention_exact(*rows, v, return_lse=True, **forward)
     received = d_out, q, k, v, o.astype(q.dtype), lse.astype(np.float32)
-    with mock.patch.object(backward_tiles, "PAIRED", pairs):
-        compiler.cache_clear(disk=False)  # calls that are ready were planned without pairs
-        found = ca.attention_backward(*received, backend="interpret", **how, **options)
-    compiler.cache_clear(disk=False)
+    found = ca.attention_backward(*received, backend="interpret", **how, **options)
     options = {name: x for name, x in options.items() if name != "grad_bias"}
     return _judged(found, received, options)
 
@@ -185,7 +179,7 @@ def gradient_calls() -> dict[str, Callable[[], str]]:
         given = {**one, **how, "deterministic": True, "arch": "sm_90a"}
         made[f"backward, sm90 wide: {name}"] = partial(gradients, options, **given)
     for name, (options, how) in _in_pairs().items():
-        given = {**one, **how, "deterministic": False, "arch": "sm_90a", "pairs": True}
+        given = {**one, **how, "deterministic": False, "arch": "sm_90a"}
         made[f"backward, sm90 pairs: {name}"] = partial(gradients, options, **given)
     return made
 

@@ -80,7 +80,9 @@ AGAIN = f"{NAME}_again"
 #: Share of all faults that is to be noticed, in percent.
 GOAL = 97
 #: Reasons.
-NO_CHANGE, NO_CASE, OPEN = "changes no result", "no call has the case", "open"
+NO_CHANGE, NO_CASE, NO_RULE, OPEN = (
+    "changes no result", "no call has the case", "no rule", "open",
+)  # fmt: skip
 
 #: A module and the architecture that it is compiled for.
 Module = tuple[ModuleSpec, str]
@@ -499,16 +501,16 @@ def _survivors(record: Mapping[str, Any]) -> list[str]:
         reasons.append(reason)
         place, before, after = f"{x['file']}:{x['line']}", _cell(x["before"]), _cell(x["after"])
         cells.append([f"`{place}`", f"`{before}`", f"`{after}`", reason, sentence])
-    count = {reason: reasons.count(reason) for reason in (NO_CHANGE, NO_CASE, OPEN)}
+    count = {reason: reasons.count(reason) for reason in (NO_CHANGE, NO_CASE, NO_RULE, OPEN)}
     noticed = sum(x["became"] == NOTICED for x in record["faults"])
-    rest = noticed + count[NO_CASE] + count[OPEN]
+    rest = noticed + len(cells) - count[NO_CHANGE]
     share = 100 * noticed / max(1, noticed + len(cells))
     return [
         f"{noticed} of {noticed + len(cells)} faults are noticed ({share:.1f} %). The goal of "
         f"{GOAL} % is {'reached' if share >= GOAL else 'missed'}. Of the {len(cells)} survivors, "
         f"{count[NO_CHANGE]} change no result. Without these, {noticed} of {rest} are noticed "
-        f"({100 * noticed / max(1, rest):.1f} %). No call had the case of {count[NO_CASE]}; "
-        f"{count[OPEN]} open.",
+        f"({100 * noticed / max(1, rest):.1f} %). For {count[NO_CASE]} no call had the "
+        f"case, for {count[NO_RULE]} the interpreter had no rule; {count[OPEN]} are open.",
         *_again(record, rest),
         "",
         *recording.markdown(["survivor", "before", "after", "reason", "because"], cells),

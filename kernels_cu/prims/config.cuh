@@ -146,8 +146,8 @@
   }
 #endif
 
-// A parameter of a kernel of gradients whose bias has a number for each score.
-#if CFG_BIAS_KIND == 1 && !CFG_SCORED
+// A parameter of a kernel of gradients whose bias the copy engine brings.
+#if (CFG_BIAS_KIND == 1 || (CFG_BIAS_KIND == 2 && CFG_HEAD_DIM > 128)) && !CFG_SCORED
 #define BIAS_PARAMETER , const __grid_constant__ TensorMap bias_map
 #define BIAS_MAP bias_map
 #else

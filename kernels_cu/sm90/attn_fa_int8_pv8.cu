@@ -22,6 +22,7 @@
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/exp2.cuh"
+#include "prims/instructions/wgmma_8bit.cuh"
 #include "prims/io/output.cuh"
 #include "prims/codes/p_codes.cuh"
 #include "prims/params.cuh"

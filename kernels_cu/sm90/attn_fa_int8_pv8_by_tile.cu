@@ -21,6 +21,7 @@
 #include "prims/codes/channel_scales.cuh"
 #include "prims/config.cuh"
 #include "prims/instructions/named_barrier.cuh"
+#include "prims/instructions/wgmma_8bit.cuh"
 #include "prims/score/online_softmax.cuh"
 #include "prims/io/output.cuh"
 #include "prims/codes/p_codes.cuh"

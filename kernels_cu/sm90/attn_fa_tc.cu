@@ -121,8 +121,7 @@ __device__ __forceinline__ bool softmax(
   if (!ScoreMask::admits_all(p, q, kv0, unmasked)) {
     const ScoreMask mask(p, q, kv0);
 #pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i)
-      if (!mask.admits(i)) S_acc[i] = NEG_INF;
+    for (int i = 0; i < BLOCK_KV / 2; ++i) S_acc[i] = mask.admits(i) ? S_acc[i] : NEG_INF;
   }
   float to_log2 = p.scale_log2;
   float M[2] = {state[0].M, state[1].M};  // -inf: no key yet, and every weight is infinite or NaN

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,9 +11,7 @@ import numpy as np
 
 from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
 from cupyattn.arrays.kinds import STORAGE
-from cupyattn.compiler import modules as compiler
 from cupyattn.gradients import GradientReport, Gradients, GradientsWithBias, judge_backward
-from cupyattn.kernels import backward_tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.row_preparation import BUFFERS_OF, OPTIONS, Preparation
 from cupyattn.problem.settings import Settings
@@ -183,24 +180,6 @@ def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     yield from _with_their_options(some)
 
 
-@contextmanager
-def pairs_taken() -> Iterator[None]:
-    """Let calls take the kernel that runs in pairs of blocks; ready calls of others are not used,
-    nor these after."""
-    before, backward_tiles.PAIRED = backward_tiles.PAIRED, True
-    compiler.cache_clear(disk=False)
-    try:
-        yield
-    finally:
-        backward_tiles.PAIRED = before
-        compiler.cache_clear(disk=False)
-
-
-def taken_from(file: str) -> AbstractContextManager[None]:
-    """Let calls take a kernel of this file, also if none is chosen yet."""
-    return pairs_taken() if "_pair" in file else nullcontext()
-
-
 def revealing_pair_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield the same for the kernel past head_dim 128 that runs in pairs of blocks."""
     some: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
@@ -223,6 +202,12 @@ def revealing_wide_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
         (256, 150, 140, {"softcap": 1.5, "causal": True}),
         (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "window": (100, -1)}),
         (256, 70, 140, {"mask": sparse((2, 1, 140)), "softcap": 1.5}),
+        (160, 150, 270, {"mask": sparse((1, 2, 150, 270)), "causal": True}),
+        (256, 70, 140, {"mask": sparse((70, 140)), "window": (60, 20), "softcap": 1.5}),
+        (136, 150, 270, {"bias": admitting((1, 2, 150, 270), "float16"), "causal": True}),
+        (256, 70, 140, {"bias": admitting((70, 140), "bfloat16"), "softcap": 1.5}),
+        (200, 70, 140, {"bias": admitting((2, 70, 140), "float32"), "window": (100, 100)}),
+        (160, 70, 140, {"bias": admitting((2, 1, 140), "float32"), "mask": sparse((2, 70, 1))}),
     )
     yield from _with_their_options(some)
 

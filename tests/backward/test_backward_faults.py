@@ -19,7 +19,6 @@ from tests.backward.backward_cases import (
     revealing_of,
     run_backward,
     run_packed_backward,
-    taken_from,
 )
 from tests.faults.fault_patches import FOLDER, Fault, parse
 from tests.interpret.test_interpret_faults import check_noticed
@@ -73,5 +72,4 @@ def test_a_mistake_is_noticed(
 ) -> None:
     folder = fault.plant(tmp_path)
     monkeypatch.setattr(compiler, "KERNELS", folder)
-    with taken_from(file_of(fault)):
-        check_noticed(interpreted(fault, form), fault, folder)
+    check_noticed(interpreted(fault, form), fault, folder)

@@ -34,7 +34,7 @@ from tests.backward.backward_cases import (
     run_backward,
     run_packed_backward,
 )
-from tests.support.runs import Guarded, bits, embedded, normal
+from tests.support.runs import ADDED, Guarded, bits, embedded, normal
 
 SOURCES = sorted(kc.KERNELS.rglob("backward_*.cu"))
 SMALLEST_LIMIT = 99 * 1024
@@ -222,6 +222,9 @@ def run_into(
     if (block_mask := options.get("block_mask")) is not None:
         buffers["kept_blocks"] = block_mask.kept_blocks(inputs[1])
         buffers["kept_rows"] = block_mask.transposed.kept_blocks(inputs[1])
+    for name in ADDED:
+        if name in options:
+            buffers[name] = np.broadcast_to(options[name], call.score_shape)
     arrays = {**buffers, **results._asdict()}
     operands = BackwardOperands(**{n: Operand.of(x) for n, x in arrays.items() if n != "lse"})
     settled = settle_backward(call, vars(operands), deterministic=deterministic, arch=arch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from cupyattn.plans.records import TensorMap
 from cupyattn.problem.checks import Packed
 from tests.backward.backward_cases import (
     interpreted_as,
-    pairs_taken,
     received,
     revealing_pair_backward,
     run_backward,
@@ -28,20 +26,7 @@ from tests.support.runs import embedded, normal
 ATOMIC = interpreted_as("sm90_atomic")
 
 
-@pytest.fixture
-def pairs() -> Iterator[None]:
-    """Calls take the pairs."""
-    with pairs_taken():
-        yield
-
-
-def test_no_call_takes_it_yet() -> None:
-    plan = hopper_plan(call_of(200, 300, 256), deterministic=False)
-    assert plan.form == "sm90_deterministic"
-    assert "backward_keys_pair" not in [x.entry for x in plan.launches]
-
-
-def test_two_blocks_share_the_keys_of_a_tile(pairs: None) -> None:
+def test_two_blocks_share_the_keys_of_a_tile() -> None:
     plan = hopper_plan(call_of(200, 300, 256), deterministic=None)
     assert plan.form == "sm90_atomic" and plan.tiles.block_kv == 128
     (keys,) = (x for x in plan.launches if x.entry == "backward_keys_pair")
@@ -55,13 +40,12 @@ def test_two_blocks_share_the_keys_of_a_tile(pairs: None) -> None:
     [
         ({}, True),
         ({"softcap": 2.0}, False),
+        ({"mask": True}, False),
         ({"block_mask": (64, 64)}, False),
         ({"packed": Packed(900, 900, True)}, False),
     ],
 )
-def test_what_it_does_not_take(
-    options: dict[str, Any], deterministic: bool, pairs: None
-) -> None:
+def test_what_it_does_not_take(options: dict[str, Any], deterministic: bool) -> None:
     plan = hopper_plan(call_of(200, 300, 256, **options), deterministic=deterministic)
     assert plan.form == "sm90_deterministic"
 
@@ -82,7 +66,7 @@ def test_what_it_does_not_take(
     ],
 )
 def test_it_spills_nothing_and_multiplies_in_the_background(
-    head_dim: int, dtype: str, features: dict[str, Any], pairs: None
+    head_dim: int, dtype: str, features: dict[str, Any]
 ) -> None:
     plan = hopper_plan(call_of(200, 300, head_dim, **features, dtype=dtype))
     (keys,) = (x for x in plan.launches if x.entry == "backward_keys_pair")
@@ -93,7 +77,7 @@ def test_it_spills_nothing_and_multiplies_in_the_background(
     devices.check_shared_memory(binary.smem_bytes, 227 * 1024, keys.entry)
 
 
-def test_gradients_of_one_pair(pairs: None) -> None:
+def test_gradients_of_one_pair() -> None:
     """Fewer rows than a step has, keys of both blocks."""
     inputs = received(*normal((1, 1, 20, 136), (1, 1, 70, 136)), causal=True)
     run_backward(inputs, **ATOMIC, causal=True).check()
@@ -102,7 +86,7 @@ def test_gradients_of_one_pair(pairs: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
-def test_gradients_are_within_their_bound(number: int, pairs: None) -> None:
+def test_gradients_are_within_their_bound(number: int) -> None:
     """Amid NaN: what lies outside of the arrays has no influence."""
     inputs, options = [*revealing_pair_backward()][number]
     amid_nan: Any = (*map(embedded, inputs[:5]), inputs[5])
@@ -111,7 +95,7 @@ def test_gradients_are_within_their_bound(number: int, pairs: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_no_schedule_of_the_warps_is_a_race(seed: int, pairs: None) -> None:
+def test_no_schedule_of_the_warps_is_a_race(seed: int) -> None:
     """Over more steps than a ring has stages, with a warp that falls behind."""
     inputs = received(*normal((1, 1, 450, 256), (1, 1, 128, 256)))
     with schedule(seed=seed):

@@ -44,7 +44,7 @@ def test_a_call_begins_what_it_would_have_to_compile(
     cache_clear(disk=False)  # another process
     assert [is_compiled(spec, "sm_80") for spec in specs] == [n in kept for n in range(3)]
     begun: list[ModuleSpec] = []
-    monkeypatch.setattr(ready.ahead, "begin", lambda jobs: begun.extend(one for one, _ in jobs))
+    monkeypatch.setattr(ahead, "begin", lambda jobs: begun.extend(one for one, _ in jobs))
     monkeypatch.setattr(ready.compiler, "is_loaded", lambda spec, arch=None: False)
     device = SimpleNamespace(compute_capability="80")
     cuda = SimpleNamespace(Device=lambda: device)

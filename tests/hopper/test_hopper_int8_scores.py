@@ -434,7 +434,7 @@ OWN_MISTAKES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"mask": row_mask(), "causal": True},
     ),
     "a lane's last key left out by a place": (
-        "sm90/int8/step_bits.cuh", "count = keys / 8 * 2 + min(keys % 8, 2);",
+        "prims/score/mask_bits.cuh", "count = keys / 8 * 2 + min(keys % 8, 2);",
         "count = keys / 8 * 2 + min(keys % 8, 1);", {"mask": row_mask(), "causal": True},
     ),
 }  # fmt: skip

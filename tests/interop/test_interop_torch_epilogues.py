@@ -61,14 +61,22 @@ class Graphs(list[Any]):
 
     def _forward(self, made: Any, inputs: Any) -> Any:
         from torch._dynamo.utils import detect_fake_mode
+        from torch._inductor.decomposition import decompositions
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
         from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+        from torch._inductor.lowering import lowerings
         from torch._inductor.virtualized import V
+        from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
         joint_graph_passes(made)
         view_to_reshape(made)
-        with V.set_fake_mode(detect_fake_mode(inputs)):
+        # Inductor runs its passes outside of the mode.
+        with V.set_fake_mode(detect_fake_mode(inputs)), unset_fake_temporarily():
             post_grad_passes(made, is_inference=True)
+        called = {n.target for n in made.graph.nodes if n.op == "call_function"}
+        assert not called & (decompositions.keys() - lowerings.keys())  # Inductor refuses them
+        values = (n.meta.get("val") for n in made.graph.nodes)
+        assert all(isinstance(x, FakeTensor) for x in values if isinstance(x, torch.Tensor))
         made.recompile()
         self.append(made)
         return made.forward

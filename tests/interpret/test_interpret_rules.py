@@ -414,6 +414,13 @@ def test_the_first_product_needs_a_fence_though_no_register_was_touched() -> Non
             run_kernel(ptx, "kernel", [None, y], block=128)
 
 
+def test_a_product_adds_to_registers_that_have_a_value() -> None:
+    body = f"{FENCE}\n{mma()}\n{DONE}\n"
+    with pytest.raises(KernelFault, match="adds to register %f2, and this lane has not") as caught:
+        multiply(body, zeros=ZEROS.replace("mov.f32 %f2,", "@!%p1 mov.f32 %f2,"))
+    assert (caught.value.finding.kind, caught.value.finding.lanes) == ("never written", 128)
+
+
 def test_products_of_one_shape_follow_each_other_without_a_fence() -> None:
     """On the same accumulators, and with the same fragments of A."""
     y = multiply(f"{FENCE}\n{mma()}\n{mma(20)}\n{mma()}\n{DONE}\n")

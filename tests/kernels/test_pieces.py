@@ -18,7 +18,7 @@ from cupyattn.kernels.numerics import MOST_PIECES
 from cupyattn.kernels.tile_pieces import LEAST_SAVED, share_out
 from cupyattn.ops import explain
 from cupyattn.ops.attention import resolved
-from cupyattn.plans import stages
+from cupyattn.plans import passes
 from cupyattn.plans.structs import PIECE_PARAMS
 from tests.support import runs
 from tests.support.marks import slow_unless
@@ -177,7 +177,7 @@ def test_pieces_are_merged_alike_wherever_codes_are_made(
     rung: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     within = planned(rung, small())
-    monkeypatch.setattr(stages, "_numbers", lambda *_: None)
+    monkeypatch.setattr(passes, "_numbers", lambda *_: None)
     beside = planned(rung, small())
     assert (within.features.quantize_q, beside.features.quantize_q) == (True, False)
     assert within.launches[-1].module == beside.launches[-1].module

@@ -1,7 +1,9 @@
-"""The kernels of ``prims/score/gradient_bias.cuh``: a bias added to scores whose rows are keys."""
+"""The kernels of ``prims/score/gradient_bias.cuh``: a bias added to scores whose rows are keys, or
+query rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -70,10 +72,40 @@ def memory_expected(
     return {"S": with_bias(x, own[None])}
 
 
-def macros(tiles: Tiles, kind: str, dtype: str) -> tuple[tuple[str, int], ...]:
-    of_kind = ("CFG_BIAS_KIND", BIAS_KINDS.index(kind))
-    return (*defines(tiles, Features("float16", 64, bias=dtype)), of_kind)
+def key_boxes_arguments(dtype: str, tiles: Tiles) -> Arguments:
+    """Boxes of one row, of a bias that all query rows share."""
+    arguments = boxes_arguments(dtype, tiles)
+    return arguments | {"boxes": boxed(dense_bias(dtype, tiles.block_q, tiles.block_kv)[:1])}
 
+
+def key_boxes_expected(dtype: str, tiles: Tiles, /, x: np.ndarray, **_: Any) -> Results:
+    return {"S": with_bias(x, dense_bias(dtype, tiles.block_q, tiles.block_kv)[:1])}
+
+
+def turned(arguments: Arguments) -> Arguments:
+    """The same products, with query rows as rows."""
+    return arguments | {name: np.ascontiguousarray(arguments[name].T) for name in ("x", "S")}
+
+
+def rows_arguments(of_keys: Callable[..., Arguments], dtype: str, tiles: Tiles) -> Arguments:
+    return turned(of_keys(dtype, tiles))
+
+
+def rows_expected(
+    of_keys: Callable[..., Results], dtype: str, tiles: Tiles, /, x: np.ndarray, **_: Any
+) -> Results:
+    return {"S": of_keys(dtype, tiles, x=x.T)["S"].T}
+
+
+def macros(tiles: Tiles, kind: str, dtype: str, head_dim: int = 64) -> tuple[tuple[str, int], ...]:
+    of_kind = ("CFG_BIAS_KIND", BIAS_KINDS.index(kind))
+    return (*defines(tiles, Features("float16", head_dim, bias=dtype)), of_kind)
+
+
+#: By kind of the bias: boxes of all rows, or of one.
+OF_BOXES = {
+    "dense": (boxes_arguments, boxes_expected), "keys": (key_boxes_arguments, key_boxes_expected)
+}  # fmt: skip
 
 GRADIENT_BIAS_PRIMS = [
     *(
@@ -93,5 +125,27 @@ GRADIENT_BIAS_PRIMS = [
         )
         for dtype in ("float16", "float32")
         for tiles in (Tiles(64, 128, 8),)
+    ),
+    *(
+        Prim(
+            f"gradient_bias-{kind}-rows-{dtype}", "gradient_bias", "rows_from_boxes", 128,
+            partial(rows_arguments, OF_BOXES[kind][0], dtype, tiles),
+            partial(rows_expected, OF_BOXES[kind][1], dtype, tiles),
+            defines=macros(tiles, kind, dtype, 256),
+        )
+        for kind, dtype in (
+            ("dense", "float16"), ("dense", "bfloat16"), ("dense", "float32"),
+            ("keys", "float16"), ("keys", "float32"),
+        )
+        for tiles in (Tiles(64, 64, 4),)
+    ),
+    *(
+        Prim(
+            f"gradient_bias-keys-boxes-{dtype}", "gradient_bias", "keys_from_boxes", 128,
+            partial(key_boxes_arguments, dtype, tiles), partial(key_boxes_expected, dtype, tiles),
+            defines=macros(tiles, "keys", dtype, 256),
+        )
+        for dtype in ("bfloat16", "float32")
+        for tiles in (Tiles(64, 64, 4),)
     ),
 ]  # fmt: skip

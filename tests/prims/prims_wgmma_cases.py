@@ -1,4 +1,4 @@
-"""The products of ``wgmma.cuh``, of every shape and type that kernels ask for."""
+"""The products of ``wgmma.cuh``, ``wgmma_8bit.cuh``, of every shape and type kernels ask for."""
 
 from __future__ import annotations
 
@@ -102,6 +102,6 @@ def wgmma_prims() -> Iterator[Prim]:
                 defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),
             )  # fmt: skip
     yield Prim(
-        "wgmma_rs-e4m3", "wgmma", "rs_e4m3", 128, wgmma_e4m3_arguments, wgmma_e4m3_expected,
+        "wgmma_rs-e4m3", "wgmma_8bit", "rs_e4m3", 128, wgmma_e4m3_arguments, wgmma_e4m3_expected,
         hopper=True,
     )  # fmt: skip

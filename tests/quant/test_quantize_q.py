@@ -10,7 +10,7 @@ import pytest
 
 from cupyattn import BlockMask, attention, attention_varlen, explain
 from cupyattn.interpret import KernelFault
-from cupyattn.plans import stages
+from cupyattn.plans import passes
 from cupyattn.problem import choose
 from cupyattn.quant import QuantConfig
 from tests.faults.fault_patches import put_a_line_in_place
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_block")
 
 def by_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel takes codes from here on."""
-    monkeypatch.setattr(stages, "_numbers", lambda *_: None)
+    monkeypatch.setattr(passes, "_numbers", lambda *_: None)
 
 
 def is_within(inputs: Arrays, **options: Any) -> bool:

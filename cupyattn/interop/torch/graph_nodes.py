@@ -77,8 +77,11 @@ def unconverted(x: Node) -> Node:
 
 def insert(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     """Insert a call of an operator of torch, and compute its fake tensor."""
+    from torch._inductor.virtualized import V
+
     node = graph.call_function(target, args, kwargs)
-    node.meta["val"] = target(*map_arg(args, value_of), **kwargs)
+    with V.fake_mode:  # or an operator without operands would make a real tensor
+        node.meta["val"] = target(*map_arg(args, value_of), **kwargs)
     return node
 
 

@@ -147,7 +147,9 @@ def insert_tables_of_none(graph: Graph, tables: Tables, like: Node) -> tuple[Nod
     if not isinstance(length, int):
         length = insert(graph, _aten.sym_size.int, rows, tables.axis)
     shape = [length, value_of(like).shape[-1]]
-    cos, sin = (insert(graph, _aten.new_full.default, like, shape, x) for x in (1.0, 0.0))
+    options = {"dtype": torch.float32, "device": value_of(like).device, "pin_memory": False}
+    # Not `new_full`, which is decomposed earlier: Inductor refuses it in a graph of this stage.
+    cos, sin = (insert(graph, _aten.full.default, shape, x, **options) for x in (1.0, 0.0))
     return cos, sin
 
 

@@ -5,8 +5,8 @@
 //              rows. The other half comes through shared memory, where all left operands lie.
 // Differs from sm90/backward_keys.cu: 64 keys, not 128, and both warpgroups have all of them; P
 //              goes through shared memory, too; sm90/backward_queries_wide.cu makes dQ.
-// Scores       As in sm90/backward_keys.cu. Beside a causal mask the bits of a mask would spill
-//              128 bytes: such calls run in the portable form.
+// Scores       As in sm90/backward_keys.cu. A bias is copied while S and dP are multiplied. Places
+//              clear bits of a mask: score by score, both spilled up to 128 bytes.
 // Kept simple  dV and dK of a step and S and dP of the next step are multiplied in sequence. The
 //              tensor cores idle while P and dS are computed.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
@@ -16,6 +16,7 @@
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/params.cuh"
+#include "prims/score/gradient_bias.cuh"
 #include "prims/score/mask_bits.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
@@ -28,6 +29,8 @@ constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int HALF_ROWS = BLOCK_Q / 2;  // query rows of a step whose S and dP a warpgroup has
 constexpr int HALF_COLS = COLS / 2;     // columns of dK and dV that it has
 constexpr int HALF_BOXES = BOXES / 2;
+// Places of rows and keys clear bits, and change no score.
+constexpr bool PLACES_IN_BITS = BIAS || (MASK && (CAUSAL || (WINDOW && SOFTCAP)));
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -53,11 +56,16 @@ template <>
 struct MaskedStorage<true> : SharedStorage {
   alignas(16) uint32_t bits[NUM_STAGES][MASK_TILE_WORDS];
 };
-using Storage = MaskedStorage<MASK>;
+struct Storage : BiasedStorage<MaskedStorage<MASK>, BIAS_BYTES> {
+  Mbarrier bias_full;  // of a step, whose S and dP are multiplied before; not used without a bias
+};
 extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);        // of Q, and of dO
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
+static_assert(
+    !BIAS || BIAS_KIND == BiasKind::DENSE || BIAS_KIND == BiasKind::KEYS,
+    "a bias has a number for every key");
 static_assert(
     BLOCK_KV == 64 && BLOCK_Q == 64, "BLOCK_KV and BLOCK_Q must be 64: a row of P^T is one box");
 static_assert(HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_keys.cu is for less");
@@ -76,13 +84,41 @@ __device__ __forceinline__ void start_half(
   wgmma_commit_group();
 }
 
+// The bias of a step, once the bias of the step before was read.
+template <typename Smem>
+__device__ __forceinline__ void copy_bias_alone(
+    Smem& smem, const AttnParams& p, const TensorMap& bias_map, uint32_t parity, int batch,
+    int head, int kv0, int q0) {
+  if constexpr (BIAS) {
+    mbarrier_wait_parity(smem.bias_empty, parity ^ 1);
+    mbarrier_arrive_expect_tx(smem.bias_full, COPIED_BIAS);
+    copy_bias_boxes(smem.bias, p, bias_map, smem.bias_full, batch, head, kv0, q0);
+  }
+}
+
 // The bits of this lane's two keys and the query rows of its warpgroup.
 template <typename Smem>
 __device__ __forceinline__ void load_bits(
     uint32_t (&bits)[2], const Smem& smem, int stage, int key0, int half) {
+  bits[0] = bits[1] = ~0u;
   if constexpr (MASK) {
     load_mask(bits, smem.bits[stage], key0);
-    for (int h = 0; h < 2; ++h) bits[h] >>= half * (HALF_ROWS / 4);
+    // NOTE: with places not by a shift, of which ptxas 13.5 makes 32 masks, and spills them.
+    for (int h = 0; h < 2; ++h)
+      bits[h] =
+          PLACES_IN_BITS ? prmt(bits[h], 0, 0x4440 + half) : bits[h] >> half * (HALF_ROWS / 4);
+  }
+}
+
+// Clears the bits of query rows, from q0 on, that may not attend to this lane's keys by place.
+__device__ __forceinline__ void clear_by_place(
+    uint32_t (&bits)[2], const AttnParams& p, int q0, int key) {
+  const int row = q0 + lane_id() % 4 * 2;  // of this lane's bit 0
+#pragma unroll
+  for (int h = 0; h < 2; ++h, key += 8) {
+    if (key >= p.len_kv) bits[h] = 0;
+    if constexpr (CAUSAL) bits[h] &= ~bits_below(key - p.causal_shift - row);
+    if constexpr (WINDOW) bits[h] &= bits_below(key - p.window_shift + 1 - row);
   }
 }
 
@@ -90,16 +126,16 @@ __device__ __forceinline__ void load_bits(
 // query rows from q0 on. ANY_COARSE: P gets the factors of its rows, too.
 template <bool ANY_COARSE>
 __device__ __forceinline__ void weights_and_slopes(
-    const Scores& scores, float (&S_acc)[HALF_ROWS / 2], const float (&dP_acc)[HALF_ROWS / 2],
-    const uint32_t (&bits)[2], const float* row_M, const float* delta_of, const float* factors,
-    int q0, int key, bool placed, uint32_t (&P_frag)[HALF_ROWS / 16][4],
-    uint32_t (&dS_frag)[HALF_ROWS / 16][4]) {
+    const Scores& scores, const KeysBias<BIAS_KIND>& bias, float (&S_acc)[HALF_ROWS / 2],
+    const float (&dP_acc)[HALF_ROWS / 2], const uint32_t (&bits)[2], const float* row_M,
+    const float* delta_of, const float* factors, int q0, int key, bool placed,
+    uint32_t (&P_frag)[HALF_ROWS / 16][4], uint32_t (&dS_frag)[HALF_ROWS / 16][4]) {
   const int t = lane_id() % 4;
-  if constexpr (MASK)
+  if constexpr (MASK || PLACES_IN_BITS)
 #pragma unroll
     for (int i = 0; i < HALF_ROWS / 2; ++i)
       if (!is_admitted(bits, i)) S_acc[i] = NEG_INF;
-  if (!placed)
+  if (!PLACES_IN_BITS && !placed)
 #pragma unroll
     for (int i = 0; i < HALF_ROWS / 2; ++i)
       if (!admitted(scores.p, q0 + i / 4 * 8 + t * 2 + i % 2, key + i / 2 % 2 * 8))
@@ -111,6 +147,8 @@ __device__ __forceinline__ void weights_and_slopes(
     const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
     Pair factor;
     if constexpr (ANY_COARSE) factor = *reinterpret_cast<const Pair*>(&factors[n * 8 + t * 2]);
+    Vec<float, 4> b = {};
+    if constexpr (SOFTCAP && BIAS) b = bias.of_rows(n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {  // key, then key + 8
       float P[2], dS[2];
@@ -119,8 +157,9 @@ __device__ __forceinline__ void weights_and_slopes(
         const int at = 4 * n + 2 * h + i;
         if constexpr (SOFTCAP) {
           const float S = changed_score(scores.p, S_acc[at], S_acc[at] != NEG_INF);
+          const float biased = BIAS ? biased_capped(S, b.v[2 * h + i]) : S;
           const Weight of = weight_of_changed<ANY_COARSE>(
-              scores.p, S, dP_acc[at], M.v[i], delta.v[i], ANY_COARSE ? factor.v[i] : 1.0f);
+              scores.p, S, biased, dP_acc[at], M.v[i], delta.v[i], ANY_COARSE ? factor.v[i] : 1.0f);
           P[i] = of.P, dS[i] = of.dS;
           continue;
         }
@@ -137,7 +176,8 @@ __device__ __forceinline__ void weights_and_slopes(
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
+    const __grid_constant__ TensorMap dO_map,
+    const __grid_constant__ KeysParams<MASK> grad BIAS_PARAMETER) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
   auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
@@ -163,6 +203,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     }
     mbarrier_init(smem.P_full, CONSUMERS * 4);
     mbarrier_init(smem.P_empty, CONSUMERS * 4);
+    init_bias(smem, CONSUMERS * 4);
+    if (BIAS) mbarrier_init(smem.bias_full, 1);
     fence_mbarrier_init();
   }
   __syncthreads();       // the barriers are initialised before anyone waits or arrives
@@ -180,6 +222,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     }
     // S2 load Q, dO
     RingPosition<NUM_STAGES> at;
+    RingPosition<1> bias_at;
     for (; steps.head < last_head; steps.advance(p, grad, batch, last_head, kv0), at.advance()) {
       const int row = sequences.first_row() + steps.q0();
       const int64_t padded = padded_row(call, grad, batch, steps.head) + steps.q0();
@@ -187,6 +230,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
       mbarrier_arrive_expect_tx(
           full, 2 * STAGE_BYTES + 3 * sizeof(smem.row_M[0]) + sizeof(smem.coarse[0]) + MASK_BYTES);
+#pragma unroll(BIAS ? 1 : BOXES)  // addresses of all at once leave none for a bias
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
             smem.Q[at.stage][b], Q_map, full, b * BOX_COLS, row, steps.head, entry);
@@ -200,6 +244,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       cp_async_bulk(
           smem.coarse[at.stage], grad.coarse + padded / COARSE_ROWS, sizeof(smem.coarse[0]), full);
       copy_bits(smem, grad, at.stage, full, batch, steps.head, kv0, steps.q0());
+      copy_bias_alone(smem, call, BIAS_MAP, bias_at.parity, batch, steps.head, kv0, steps.q0());
+      bias_at.advance();
     }
     return;
   }
@@ -224,6 +270,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
   const uint32_t P_corner = shared_address(&smem.P[key0 * BOX_COLS]) + lane_id() % 16 * BOX_BYTES +
                             ((lane_id() / 16 ^ lane_id() % 8) * 16 ^ half * 64);
 
+  KeysBias<BIAS_KIND> bias(smem, key0, key, row0);
   float dK_acc[HALF_COLS / 2] = {}, dV_acc[HALF_COLS / 2] = {};  // [HALF_COLS / 8][4]
   float S_acc[HALF_ROWS / 2], dP_acc[HALF_ROWS / 2];             // [HALF_ROWS / 8][4]
   RingPosition<NUM_STAGES> at, next_at;                          // of the step being summed
@@ -257,8 +304,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
   const auto exchange = [&] {
     const Scores scores(p, batch, head);
     const bool placed = scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16);
+    if (BIAS) mbarrier_wait_parity(smem.bias_full, P_at.parity);  // the bias has arrived
+    bias.load_boxed(smem, key0);
+    if constexpr (!SOFTCAP) bias.add(S_acc, p.scale);
     uint32_t bits[2];
     load_bits(bits, smem, at.stage, key0, half);
+    if (PLACES_IN_BITS && !placed) clear_by_place(bits, p, q0, key);
     uint32_t P_frag[HALF_ROWS / 16][4], dS_frag[HALF_ROWS / 16][4];
     const float *row_M = &smem.row_M[at.stage][row0], *delta = &smem.delta[at.stage][row0];
     // NOTE: with block masks the flags of all rows, or ptxas spills 12 bytes. Otherwise the flags
@@ -267,11 +318,12 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
     const int flag_row = BLOCK_MASK ? 0 : row0;
     if (any_coarse<FLAG_ROWS>(&smem.coarse[at.stage][flag_row / COARSE_ROWS]))
       weights_and_slopes<true>(
-          scores, S_acc, dP_acc, bits, row_M, delta, &smem.row_factor[at.stage][row0], q0, key,
-          placed, P_frag, dS_frag);
+          scores, bias, S_acc, dP_acc, bits, row_M, delta, &smem.row_factor[at.stage][row0], q0,
+          key, placed, P_frag, dS_frag);
     else
       weights_and_slopes<false>(
-          scores, S_acc, dP_acc, bits, row_M, delta, nullptr, q0, key, placed, P_frag, dS_frag);
+          scores, bias, S_acc, dP_acc, bits, row_M, delta, nullptr, q0, key, placed, P_frag,
+          dS_frag);
     mbarrier_wait_parity(smem.P_empty, P_at.parity ^ 1);  // P and dS of the step before were read
 #pragma unroll
     for (int k = 0; k < HALF_ROWS / 16; ++k) {
@@ -279,8 +331,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
       stmatrix_x4((P_corner ^ k * 32) + sizeof(smem.P), dS_frag[k]);
     }
     fence_proxy_async();
-    __syncwarp();  // the warp's rows are complete
+    __syncwarp();  // the warp's rows are complete, and its bias is added
     if (lane_id() == 0) mbarrier_arrive(smem.P_full);
+    if (lane_id() == 0) bias.release(smem);
   };
   // S5 dV, dK
   const auto start_sums = [&] {

@@ -7,6 +7,7 @@
 //              sums.
 // Differs from the portable form: products by wgmma, operands by the copy engine; keys are divided,
 //              not rows.
+// Scores       As in sm90/backward_keys.cu. A bias comes with K and V.
 // Kept simple  A stage belongs to one warpgroup. While it is refilled, the other one multiplies.
 // Rounding     R9 P from the log-sum-exp, R10 dP, R11 dS, dS to 16 bits, R12 the tensor core over
 //              keys, times scale, store
@@ -15,6 +16,7 @@
 #include "prims/io/gradient_sm90.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/params.cuh"
+#include "prims/score/gradient_bias.cuh"
 #include "prims/score/mask_bits.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
@@ -36,9 +38,19 @@ struct SharedStorage {
   Mbarrier Q_full;                             // Q and dO
   Mbarrier full[CONSUMERS], empty[CONSUMERS];  // K and V of a step
 };
-extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
+template <int BYTES>
+struct BiasedStages : SharedStorage {
+  alignas(1024) unsigned char bias[CONSUMERS][BYTES];  // with K and V of a step
+};
+template <>
+struct BiasedStages<0> : SharedStorage {};
+using Storage = BiasedStages<BIAS_BYTES>;
+extern "C" __device__ int smem_bytes = sizeof(Storage) + 1024;  // room to align the base
 
 static_assert(ELEM_IS_16_BIT, "gradients are of float16 or bfloat16");
+static_assert(
+    !BIAS || BIAS_KIND == BiasKind::DENSE || BIAS_KIND == BiasKind::KEYS,
+    "a bias has a number for every key");
 static_assert(
     BLOCK_Q == 64 && BLOCK_KV == 64,
     "BLOCK_Q and BLOCK_KV must be 64: dQ, S and dP fill registers");
@@ -46,6 +58,13 @@ static_assert(
     HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_keys.cu makes dQ of less");
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
+
+// The boxes of a stage, if a bias has any.
+template <typename Smem>
+__device__ __forceinline__ unsigned char* bias_boxes(Smem& smem, int stage) {
+  if constexpr (BIAS) return smem.bias[stage];
+  return nullptr;
+}
 
 // The bits of this lane's two rows and the keys of a step, from memory.
 template <typename Params>
@@ -61,11 +80,11 @@ __device__ __forceinline__ void load_bits(
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wide(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
-    const __grid_constant__ TensorMap dO_map, const __grid_constant__ KeysParams<MASK> grad) {
+    const __grid_constant__ TensorMap dO_map,
+    const __grid_constant__ KeysParams<MASK> grad BIAS_PARAMETER) {
   extern __shared__ unsigned char shared_bytes[];
   // NOTE: by an offset, so that the compiler still knows that it reads shared memory.
-  auto& smem =
-      *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
+  auto& smem = *reinterpret_cast<Storage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
 
   // S0 locate
@@ -106,7 +125,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
       const int row = sequences.first_key() + keys.key(number);
       Mbarrier& full = smem.full[at.stage];
       mbarrier_wait_parity(smem.empty[at.stage], at.parity ^ 1);  // these were read
-      mbarrier_arrive_expect_tx(full, 2 * sizeof(smem.K[0]));
+      mbarrier_arrive_expect_tx(full, 2 * sizeof(smem.K[0]) + COPIED_BIAS);
 #pragma unroll 1  // addresses of eight copies at once took more than 24 registers
       for (int b = 0; b < BOXES; ++b) {
         cp_async_bulk_tensor_4d(
@@ -114,6 +133,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
         cp_async_bulk_tensor_4d(
             smem.V[at.stage][b], V_map, full, b * BOX_COLS, row, head_kv, entry);
       }
+      if constexpr (BIAS)
+        copy_bias_boxes(
+            bias_boxes(smem, at.stage), call, BIAS_MAP, full, batch, head, keys.key(number), q0);
     }
     return;
   }
@@ -129,6 +151,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
   const Descriptor K_rows = uniform(descriptor_k_major(smem.K[own][0]));
   const Descriptor V_rows = uniform(descriptor_k_major(smem.V[own][0]));
   const Descriptor K_columns = uniform(descriptor_n_major(smem.K[own][0], BLOCK_KV * BOX_BYTES));
+  const RowsBias<BIAS_KIND> bias(bias_boxes(smem, own), warp_row - q0);
   float M[2], delta[2];  // of row and row + 8
   const int64_t padded = padded_row(call, grad, batch, head) + row;
 #pragma unroll
@@ -162,6 +185,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
     const bool placed = scores.are_placed(warp_row, 16, kv0, BLOCK_KV);
     wgmma_wait_group<1>();
     wgmma_use(S_acc);
+    if constexpr (BIAS && !SOFTCAP)
+#pragma unroll
+      for (int i = 0; i < BLOCK_KV / 4; ++i) {
+        const Vec<float, 2> b = bias.pair(i);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          S_acc[2 * i + j] = biased_score(S_acc[2 * i + j], p.scale, b.v[j]);  // R9
+      }
     if constexpr (MASK) apply_mask(S_acc, bits);
     if (!placed)
 #pragma unroll
@@ -186,12 +217,15 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
       const float mean = delta[i % 2];
       if constexpr (SOFTCAP) {
         float dS[2];
+        Vec<float, 2> b = {};
+        if constexpr (BIAS) b = bias.pair(i);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const float factor = coarse ? grad.row_factor[padded + i % 2 * 8] : 1.0f;
-          const Weight of = coarse
-                                ? weight_of_changed<true>(p, P[j], dP[j], M[i % 2], mean, factor)
-                                : weight_of_changed<false>(p, P[j], dP[j], M[i % 2], mean, factor);
+          const float S = P[j], biased = BIAS ? biased_capped(S, b.v[j]) : S;
+          const Weight of =
+              coarse ? weight_of_changed<true>(p, S, biased, dP[j], M[i % 2], mean, factor)
+                     : weight_of_changed<false>(p, S, biased, dP[j], M[i % 2], mean, factor);
           dS[j] = of.dS;
         }
         dS_frag[i / 4][i % 4] = pack_rn<elem_t>(dS[0], dS[1]);  // R11

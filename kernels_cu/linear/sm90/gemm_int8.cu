@@ -22,7 +22,7 @@
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
-#include "prims/instructions/wgmma.cuh"
+#include "prims/instructions/wgmma_8bit.cuh"
 
 constexpr int CHUNK = BLOCK_N == 128 ? 128 : 64;                 // columns, of a wgmma
 constexpr int CHUNKS = BLOCK_N / CHUNK;                          // of a warpgroup

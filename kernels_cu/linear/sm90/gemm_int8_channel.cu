@@ -21,7 +21,7 @@
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
-#include "prims/instructions/wgmma.cuh"
+#include "prims/instructions/wgmma_8bit.cuh"
 
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;

@@ -105,28 +105,11 @@ __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
 template <typename T, int N>
 struct Wgmma;
 
-// D [64, N] = A [64, 32] B [32, N] (+ D when accumulate) over INT8 codes, exact in int32;
-//   ss: A and B in shared memory, both K-major
-template <int N>
-struct WgmmaS8;
-
-// D [64, N] = A [64, 32] B [32, N] (+ D when accumulate), A unsigned and B signed 8-bit codes,
-// exact in int32;
-//   rs: A in registers, B in shared memory, K-major
-template <int N>
-struct WgmmaU8;
-
-// D [64, N] = A [64, 32] B [32, N] (+ D when accumulate) over e4m3; the sum keeps about 14 bits.
-//   rs: A in registers, B in shared memory, K-major
-template <int N>
-struct WgmmaE4m3;
-
 // Accumulators as operands, eight at a time. NAMES_n are %0 to %(n - 1) in the text, and
 // ACCUMULATORS_n are their n registers of kind R: "+f" or "+r".
 // clang-format off
-#define EIGHT(R, i) \
-  R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3]), R(c[i + 4]), R(c[i + 5]), R(c[i + 6]), R(c[i + 7])
-#define FOUR(R, i) R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3])
+#define FOUR_ACCUMULATORS(R, i) R(c[i]), R(c[i + 1]), R(c[i + 2]), R(c[i + 3])
+#define EIGHT_ACCUMULATORS(R, i) FOUR_ACCUMULATORS(R, i), FOUR_ACCUMULATORS(R, i + 4)
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -145,24 +128,24 @@ struct WgmmaE4m3;
 #define NAMES_112 NAMES_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define ACCUMULATORS_8(R) EIGHT(R, 0)
-#define ACCUMULATORS_16(R) ACCUMULATORS_8(R), EIGHT(R, 8)
-#define ACCUMULATORS_24(R) ACCUMULATORS_16(R), EIGHT(R, 16)
-#define ACCUMULATORS_32(R) ACCUMULATORS_24(R), EIGHT(R, 24)
-#define ACCUMULATORS_36(R) ACCUMULATORS_32(R), FOUR(R, 32)
-#define ACCUMULATORS_40(R) ACCUMULATORS_32(R), EIGHT(R, 32)
-#define ACCUMULATORS_48(R) ACCUMULATORS_40(R), EIGHT(R, 40)
-#define ACCUMULATORS_56(R) ACCUMULATORS_48(R), EIGHT(R, 48)
-#define ACCUMULATORS_64(R) ACCUMULATORS_56(R), EIGHT(R, 56)
-#define ACCUMULATORS_68(R) ACCUMULATORS_64(R), FOUR(R, 64)
-#define ACCUMULATORS_72(R) ACCUMULATORS_64(R), EIGHT(R, 64)
-#define ACCUMULATORS_80(R) ACCUMULATORS_72(R), EIGHT(R, 72)
-#define ACCUMULATORS_88(R) ACCUMULATORS_80(R), EIGHT(R, 80)
-#define ACCUMULATORS_96(R) ACCUMULATORS_88(R), EIGHT(R, 88)
-#define ACCUMULATORS_104(R) ACCUMULATORS_96(R), EIGHT(R, 96)
-#define ACCUMULATORS_112(R) ACCUMULATORS_104(R), EIGHT(R, 104)
-#define ACCUMULATORS_120(R) ACCUMULATORS_112(R), EIGHT(R, 112)
-#define ACCUMULATORS_128(R) ACCUMULATORS_120(R), EIGHT(R, 120)
+#define ACCUMULATORS_8(R) EIGHT_ACCUMULATORS(R, 0)
+#define ACCUMULATORS_16(R) ACCUMULATORS_8(R), EIGHT_ACCUMULATORS(R, 8)
+#define ACCUMULATORS_24(R) ACCUMULATORS_16(R), EIGHT_ACCUMULATORS(R, 16)
+#define ACCUMULATORS_32(R) ACCUMULATORS_24(R), EIGHT_ACCUMULATORS(R, 24)
+#define ACCUMULATORS_36(R) ACCUMULATORS_32(R), FOUR_ACCUMULATORS(R, 32)
+#define ACCUMULATORS_40(R) ACCUMULATORS_32(R), EIGHT_ACCUMULATORS(R, 32)
+#define ACCUMULATORS_48(R) ACCUMULATORS_40(R), EIGHT_ACCUMULATORS(R, 40)
+#define ACCUMULATORS_56(R) ACCUMULATORS_48(R), EIGHT_ACCUMULATORS(R, 48)
+#define ACCUMULATORS_64(R) ACCUMULATORS_56(R), EIGHT_ACCUMULATORS(R, 56)
+#define ACCUMULATORS_68(R) ACCUMULATORS_64(R), FOUR_ACCUMULATORS(R, 64)
+#define ACCUMULATORS_72(R) ACCUMULATORS_64(R), EIGHT_ACCUMULATORS(R, 64)
+#define ACCUMULATORS_80(R) ACCUMULATORS_72(R), EIGHT_ACCUMULATORS(R, 72)
+#define ACCUMULATORS_88(R) ACCUMULATORS_80(R), EIGHT_ACCUMULATORS(R, 80)
+#define ACCUMULATORS_96(R) ACCUMULATORS_88(R), EIGHT_ACCUMULATORS(R, 88)
+#define ACCUMULATORS_104(R) ACCUMULATORS_96(R), EIGHT_ACCUMULATORS(R, 96)
+#define ACCUMULATORS_112(R) ACCUMULATORS_104(R), EIGHT_ACCUMULATORS(R, 104)
+#define ACCUMULATORS_120(R) ACCUMULATORS_112(R), EIGHT_ACCUMULATORS(R, 112)
+#define ACCUMULATORS_128(R) ACCUMULATORS_120(R), EIGHT_ACCUMULATORS(R, 120)
 
 // One instruction shape: N columns, COUNT = N / 2 accumulators, and the numbers of the operands
 // that follow them in the text.
@@ -222,74 +205,6 @@ WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
 WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
-#define WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
-template <> \
-struct WgmmaS8<N> { \
-  template <int = 0> static __device__ __forceinline__ void ss( \
-      int32_t (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
-    asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
-        "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
-        "setp.ne.b32 p, %" #X4 ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" NAMES_##COUNT "}, a, b, p;\n}\n" \
-        : ACCUMULATORS_##COUNT("+r") \
-        : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
-  } \
-};
-#define WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
-template <> \
-struct WgmmaU8<N> { \
-  template <int = 0> static __device__ __forceinline__ void rs( \
-      int32_t (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
-    asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
-        "setp.ne.b32 p, %" #X6 ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 " \
-        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, p;\n}\n" \
-        : ACCUMULATORS_##COUNT("+r") \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), \
-          "r"(int(accumulate))); \
-  } \
-};
-#define WGMMA_E4M3(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
-template <> \
-struct WgmmaE4m3<N> { \
-  template <int = 0> static __device__ __forceinline__ void rs( \
-      float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
-    asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
-        "setp.ne.b32 p, %" #X6 ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 " \
-        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, p, 1, 1;\n}\n" \
-        : ACCUMULATORS_##COUNT("+f") \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), \
-          "r"(int(accumulate))); \
-  } \
-};
-WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WGMMA_E4M3(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69, 70)
-#define WGMMA_8(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
-  WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
-  WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5, X6)
-WGMMA_8(32, 16, 16, 17, 18, 19, 20, 21, 22)
-WGMMA_8(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WGMMA_8(80, 40, 40, 41, 42, 43, 44, 45, 46)
-WGMMA_8(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WGMMA_8(112, 56, 56, 57, 58, 59, 60, 61, 62)
-WGMMA_8(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA_8(144, 72, 72, 73, 74, 75, 76, 77, 78)
-WGMMA_8(160, 80, 80, 81, 82, 83, 84, 85, 86)
-WGMMA_8(176, 88, 88, 89, 90, 91, 92, 93, 94)
-WGMMA_8(192, 96, 96, 97, 98, 99, 100, 101, 102)
-WGMMA_8(224, 112, 112, 113, 114, 115, 116, 117, 118)
-WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133, 134)
-#undef WGMMA_8
-#undef WGMMA_E4M3
-#undef WGMMA_U8
-#undef WGMMA_S8
 #undef WGMMA
 #undef WGMMA_OF
-#undef EIGHT
-#undef FOUR
 // clang-format on

@@ -97,6 +97,12 @@ __device__ __forceinline__ bool is_admitted(const uint32_t (&bits)[2], int i) {
   return bits[i / 2 % 2] & 1u << (i / 4 * 2 + i % 2);
 }
 
+// The bits of a lane whose key is below `end`; both count from its first key.
+__device__ __forceinline__ uint32_t bits_below(int end) {
+  const int keys = max(end, 0), count = keys / 8 * 2 + min(keys % 8, 2);
+  return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
 // R3: -inf for the scores of a lane that its mask does not admit.
 // NOTE: word by word, each from its first bit on. Then ptxas makes predicates of seven bits at once
 // (R2P): 86 instructions instead of 110 for the 64 scores of BLOCK_KV 128.

@@ -3,7 +3,7 @@
 
 #include "prims/codes/quantize_q.cuh"
 #include "prims/config.cuh"
-#include "prims/instructions/wgmma.cuh"
+#include "prims/instructions/wgmma_8bit.cuh"
 
 // S3 scores: dot [64, BLOCK_KV] = Q K^T of codes, exact, in the background. ZERO_POINTS: added to
 // the initial values of SharedZeros.

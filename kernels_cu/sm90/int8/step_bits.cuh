@@ -64,12 +64,6 @@ struct StepBits<true> {
   }
 };
 
-// The bits of a lane whose key is below `end`; both count from its first key.
-__device__ __forceinline__ uint32_t bits_below(int end) {
-  const int keys = max(end, 0), count = keys / 8 * 2 + min(keys % 8, 2);
-  return count < 32 ? (1u << count) - 1 : ~0u;
-}
-
 // Which scores of a lane are admitted, by place and by bits, like ScoreMask by place.
 // NOTE: these are types with a constructor, because functions that return a mask would change the
 // machine code of plain kernels.
