@@ -539,7 +539,7 @@ def test_packed_sequences_take_the_corners_of_a_bias(number: int) -> None:
 @pytest.mark.parametrize(
     ("number", "line", "mistake"),
     [
-        (0, "return BIAS_OF_OTHERS && q0 + rows > p.len_q;", "return false;"),
+        (0, "if constexpr (BIAS_OF_OTHERS) placed &= q0 + BLOCK_Q <= p.len_q;", ""),
         (2, "if constexpr (BIAS_OF_OTHERS) bits[h] &= bits_below(p.len_q - row);", ""),
         (1, "BIAS_OF_OTHERS ? biased_capped(S, bias)", "false ? 0.0f"),
     ],
@@ -547,7 +547,8 @@ def test_packed_sequences_take_the_corners_of_a_bias(number: int) -> None:
 def test_the_bias_of_a_longer_sequence_is_noticed(
     number: int, line: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = "backward/sm90/backward_keys_wide.cu" if number == 2 else "prims/score/gradient_bias.cuh"
+    keys = "backward/sm90/backward_keys"
+    file = (f"{keys}.cu", "prims/score/gradient_bias.cuh", f"{keys}_wide.cu")[number]
     put_a_line_in_place(file, line, mistake, tmp_path, monkeypatch)
     assert not all(one.judge().passed for one in runs_with_a_packed_bias(number))
 

@@ -473,8 +473,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     // S4 P and dS, as their products end
     uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
     const Scores scores(p, batch, steps.head);
-    const bool placed =
-        scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16) && !meets_bias_of_others(p, q0, BLOCK_Q);
+    bool placed = scores.are_placed(q0, BLOCK_Q, kv0 + key0, 16);
+    if constexpr (BIAS_OF_OTHERS) placed &= q0 + BLOCK_Q <= p.len_q;
     const MaskBits bits = load_bits(smem, at.stage);
     bias.load(call, batch, steps.head);
     wgmma_wait_group<1>();

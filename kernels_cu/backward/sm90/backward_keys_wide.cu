@@ -304,8 +304,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys_wide(
   // S4 P and dS, for both warpgroups
   const auto exchange = [&] {
     const Scores scores(p, batch, head);
-    const bool placed =
-        scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16) && !meets_bias_of_others(p, q0, HALF_ROWS);
+    bool placed = scores.are_placed(q0, HALF_ROWS, kv0 + key0, 16);
+    if constexpr (BIAS_OF_OTHERS) placed &= q0 + HALF_ROWS <= p.len_q;
     if (BIAS) mbarrier_wait_parity(smem.bias_full, P_at.parity);  // the bias has arrived
     bias.load_boxed(smem, key0);
     if constexpr (!SOFTCAP) bias.add(S_acc, p.scale);

@@ -72,10 +72,6 @@ __device__ __forceinline__ float biased_capped(float S, float bias) {
 
 // In packed sequences, rows and keys past the end of a sequence have biases of longer ones.
 constexpr bool BIAS_OF_OTHERS = BIAS && VARLEN;
-// Whether rows [q0, q0 + rows) have such.
-__device__ __forceinline__ bool meets_bias_of_others(const AttnParams& p, int q0, int rows) {
-  return BIAS_OF_OTHERS && q0 + rows > p.len_q;
-}
 // Whether the row is one and may attend to the key.
 __device__ __forceinline__ bool admitted_with_bias(const AttnParams& p, int row, int key) {
   return !(BIAS_OF_OTHERS && row >= p.len_q) && admitted(p, row, key);
