@@ -5,6 +5,7 @@
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
+#include "prims/instructions/wgmma_8bit.cuh"
 
 constexpr int WORDS = 8;  // of 32 bits: the depth of an instruction
 

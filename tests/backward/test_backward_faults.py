@@ -62,7 +62,7 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     [
         pytest.param(
             fault, fault.variants[-(number % 2)], id=fault.name,
-            marks=[pytest.mark.slow] if number % 24 else [],
+            marks=[pytest.mark.slow] if number % 24 or "_wide_" in fault.name else [],
         )
         for number, fault in enumerate(FAULTS)
     ],

@@ -308,11 +308,6 @@ BROKEN = [
         "stacked heads take a mask or bias that is the same for all of them and their rows",
     ),
     ("sm90/attn_fa_tc.cu", {**SCORED, "BLOCK_KV": 144}, "BLOCK_KV must be at most 128 with"),
-    (
-        "sm90/attn_fa_tc.cu",
-        {**SCORED, "BIAS": 3, "BIAS_KIND": 1},
-        "a bias that the copy engine loads is float16 or bfloat16",
-    ),
     ("sm90/attn_fa_tc.cu", {"BLOCK_Q": 64, "NUM_WARPS": 8}, "BLOCK_Q must be 128 or 192"),
     ("sm90/attn_fa_tc.cu", {"NUM_WARPS": 12}, "NUM_WARPS must be 4 for every 64 rows"),
     ("sm90/attn_fa_tc.cu", {"BLOCK_KV": 72}, "BLOCK_KV must be a multiple of 16 from 64 to 256"),

@@ -33,8 +33,8 @@ __device__ __forceinline__ Vec<float, 2> to_floats(uint32_t pair, __nv_bfloat16)
 }
 __device__ __forceinline__ Vec<float, 2> to_floats(Vec<float, 2> pair, float) { return pair; }
 
-// R3: S + factor * bias, from the boxes of a step; `row` is the first of the warp's 16 rows. Numbers
-// of 32 bits are read by the lane that adds them: ldmatrix would give their neighbours to others.
+// R3: S + factor * bias, from the boxes of a step; `row` is the first of the warp's 16 rows. A
+// lane reads the numbers of 32 bits that it adds: ldmatrix would give their neighbours to others.
 template <typename T>
 __device__ __forceinline__ void add_dense_bias(
     float (&S_acc)[BLOCK_KV / 2], const unsigned char* boxes, int row, float factor) {
