@@ -18,7 +18,7 @@ from tests.backward.backward_cases import (
     revealing_pair_backward,
     run_backward,
 )
-from tests.backward.test_backward_hopper import SERIALISED, hopper_plan
+from tests.backward.test_backward_hopper import KEYS_BIAS, SERIALISED, hopper_plan
 from tests.backward.test_backward_kernels import call_of
 from tests.support.runs import embedded, normal
 
@@ -41,13 +41,15 @@ def test_two_blocks_share_the_keys_of_a_tile() -> None:
         ({}, True),
         ({"softcap": 2.0}, False),
         ({"mask": True}, False),
+        ({"bias": "float16"}, False),
         ({"block_mask": (64, 64)}, False),
         ({"packed": Packed(900, 900, True)}, False),
     ],
 )
 def test_what_it_does_not_take(options: dict[str, Any], deterministic: bool) -> None:
-    plan = hopper_plan(call_of(200, 300, 256, **options), deterministic=deterministic)
-    assert plan.form == "sm90_deterministic"
+    given = {"bias": KEYS_BIAS} if "bias" in options else {}
+    call = call_of(200, 300, 256, **options)
+    assert hopper_plan(call, deterministic=deterministic, **given).form == "sm90_deterministic"
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,12 @@ BROKEN = [
     (
         "backward/sm90/backward_keys_pair.cu",
         {"SOFTCAP": 1},
-        "the pair takes no mask, softcap, block mask or packed sequences",
+        "the pair takes no mask, softcap, bias, block mask or packed sequences",
+    ),
+    (
+        "backward/sm90/backward_keys_pair.cu",
+        {"BIAS": 1, "BIAS_KIND": 2},
+        "the pair takes no mask, softcap, bias, block mask or packed sequences",
     ),
     ("backward/sm90/backward_keys_pair.cu", {"DQ": 2}, "CFG_DQ must be 1: the blocks add up dQ"),
     (

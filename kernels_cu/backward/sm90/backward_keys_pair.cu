@@ -63,8 +63,8 @@ static_assert(
 static_assert(NUM_STAGES == 2, "NUM_STAGES must be 2, of Q: more do not fit");
 static_assert(HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_keys.cu is for less");
 static_assert(
-    !MASK && !SOFTCAP && !BLOCK_MASK && !VARLEN,
-    "the pair takes no mask, softcap, block mask or packed sequences");
+    !MASK && !SOFTCAP && !BIAS && !BLOCK_MASK && !VARLEN,
+    "the pair takes no mask, softcap, bias, block mask or packed sequences");
 static_assert(SUMS_DQ && !ORDERED, "CFG_DQ must be 1: the blocks add up dQ in any order");
 static_assert(
     NUM_THREADS == WARPGROUP + CONSUMER_WARPS * WARP_SIZE,
