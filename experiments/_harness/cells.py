@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import cupyattn as ca
 from cupyattn import distributions
 from cupyattn.arrays import kinds
@@ -36,7 +38,8 @@ REFUSALS = (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError, ca.De
 class Problem:
     """One input: what `cupyattn.distributions.make` draws, and the options of the call.
 
-    Keys are as many as queries unless `length_kv` says otherwise.
+    Keys are as many as queries unless `length_kv` says otherwise, and so are heads of K and V unless
+    `heads_kv` does.
 
     Raises
     ------
@@ -53,6 +56,7 @@ class Problem:
     distribution: str = "normal"
     seed: int = 0
     length_kv: int | None = None
+    heads_kv: int | None = None
 
     def __post_init__(self) -> None:
         if self.causal and self.len_kv != self.length:
@@ -66,19 +70,25 @@ class Problem:
         return self.length if self.length_kv is None else self.length_kv
 
     @property
+    def key_heads(self) -> int:
+        """Number of heads of K and V."""
+        return self.heads if self.heads_kv is None else self.heads_kv
+
+    @property
     def name(self) -> str:
         """One line that tells it from the others."""
         mask = " causal" if self.causal else ""
+        heads = f"H{self.heads}" + ("" if self.heads_kv is None else f"/{self.heads_kv}")
         lengths = f"{self.length}" if self.len_kv == self.length else f"{self.length}x{self.len_kv}"
         return (
-            f"B{self.batch} H{self.heads} {lengths} hd{self.head_dim} {self.dtype}{mask} "
+            f"B{self.batch} {heads} {lengths} hd{self.head_dim} {self.dtype}{mask} "
             f"{self.distribution}"
         )
 
     @property
     def call(self) -> AttentionSpec:
         """Sizes of the call."""
-        sizes = self.batch, self.heads, self.heads, self.length, self.len_kv, self.head_dim
+        sizes = self.batch, self.heads, self.key_heads, self.length, self.len_kv, self.head_dim
         return AttentionSpec(*sizes, self.dtype, self.head_dim**-0.5, self.causal)
 
     @property
@@ -89,10 +99,11 @@ class Problem:
 
     def host(self) -> tuple[Any, ...]:
         """Return q, k and v as NumPy arrays."""
-        return distributions.make(
+        q, *keys = distributions.make(
             self.distribution, self.batch, self.heads, self.length, self.len_kv, self.head_dim,
             self.dtype, self.seed,
         )  # fmt: skip
+        return q, *(np.ascontiguousarray(x[:, : self.key_heads]) for x in keys)
 
     def draw(self, *, on_device: bool) -> tuple[Any, ...]:
         """Return q, k and v as NumPy or CuPy arrays."""

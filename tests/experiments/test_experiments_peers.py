@@ -24,7 +24,8 @@ SMALL = Problem(1, 1, 40, 16)
 
 def test_the_gradients_run_in_small(tmp_path: Path) -> None:
     file = tmp_path / "backward.json"
-    assert backward.main(["--quick", "--head-dims", "64", "--json", str(file)]) == 0
+    asked = ["--head-dims", "64", "--dtypes", "float16", "--json", str(file)]
+    assert backward.main(["--quick", *asked]) == 0
     record = json.loads(file.read_text())
     assert record["backend"] == "mirror" and len(record["problems"]) == 2
     for found in record["problems"]:
@@ -81,14 +82,18 @@ def test_flash_attention_4_is_given_rows_first_and_compared() -> None:
 
     problem = Problem(1, 1, 40, 16, causal=True)
     given = backward.received(problem, on_device=False)
-    prepared = backward.rows_first(attend, torch, causal=True)(*given)
+    prepared = backward.rows_first(others.FLASH_4, attend, torch, causal=True)(*given)
     for found in (prepared(), prepared()):
         result = [x.contiguous().numpy() for x in found]
         assert backward.judge(problem, others.FLASH_4, result, given)["ok"]
     rows = [timed(others.FLASH_4, 1.0, 2.0), timed(backward.ATOMIC, 0.5, 1.0)]
     found = backward.compared(rows, backward.ATOMIC)
     assert found[backward.BESIDE_FLASH_4] == pytest.approx([2.0] * 3)
+    assert found[backward.BESIDE_BEST] == found[backward.BESIDE_FLASH_4]
     assert found["beside cuDNN"] is None
+    rows += [timed(backward.FLASH_4_DETERMINISTIC, 3.0, 3.0), timed(backward.DETERMINISTIC, 2.0, 2.0)]
+    found = backward.compared(rows, backward.DETERMINISTIC)
+    assert found[backward.BESIDE_DETERMINISTIC] == pytest.approx([1.5] * 3)
 
 
 def test_energy_of_passes_is_counted_in_turns() -> None:
@@ -121,6 +126,22 @@ def test_types_and_shapes_of_wan_are_asked_for(tmp_path: Path) -> None:
     found = [one["problem"] for one in json.loads(file.read_text())["problems"]]
     assert [x["head_dim"] for x in found] == [64, 64, 128, 128]
     assert {x["dtype"] for x in found} == {"bfloat16"}
+
+
+def test_gradients_of_heads_that_share_keys_are_of_one_key_head(tmp_path: Path) -> None:
+    file = tmp_path / "backward.json"
+    asked = ["--quick", "--head-dims", "64", "--dtypes", "float16", "--grouped"]
+    assert backward.main([*asked, "--json", str(file)]) == 0
+    *_, found = json.loads(file.read_text())["problems"]
+    assert (found["problem"]["heads"], found["problem"]["heads_kv"]) == (16, 2)
+    assert "H16/2" in found["problem"]["name"] and all(row["ok"] for row in found["rows"])
+    x = np.zeros((2, 6, 5, 4))
+    q, k = backward.one_head([x, x[:, :2]], np)
+    assert q.shape == (1, 3, 5, 4) and k.shape == (1, 1, 5, 4)
+
+
+def test_short_windows_are_refused() -> None:
+    arguments = ["--quick", "--head-dims", "64"]
     assert backward.main([*arguments, "--joules", "--seconds", "1"]) == 2
 
 
