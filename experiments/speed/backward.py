@@ -1,8 +1,8 @@
 """How far are the gradients from the fastest there are, and what do equal bits cost?
 
-Varies       length in {1024, 4096, 16384, 32768}; head_dim in {64, 128, 256}; causal or not; float16
-             or bfloat16; with --wan 40 heads of 128 at 7,800 and 17,160; with --grouped 32 heads of
-             128 that share 8 and 16 of 256 that share 2, causal
+Varies       length in {1024, 4096, 16384, 32768}; head_dim in {64, 128, 256}; causal or not;
+             float16 or bfloat16; with --wan 40 heads of 128 at 7,800 and 17,160; with --grouped
+             32 heads of 128 that share 8 and 16 of 256 that share 2, causal
 Holds fixed  16,384 tokens in all or one sequence, heads x head_dim = 2048, N(0, 1), d_out too
 Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, what
              the atomic form does); in the same rounds the ratio of the form that is taken to the
@@ -11,9 +11,9 @@ Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim opera
              turns
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, and
              both forms of FlashAttention-4 where it can be imported; the backward pass alone
-Expect       beside the best library, in the geometric mean, 1.10 at head_dim 64, 1.05 at 128 with no
-             cell's interval below 1, 1.25 at 256; the deterministic form at 0.95 of the atomic one
-             and 1.0 of FlashAttention-4's
+Expect       beside the best library, in the geometric mean, 1.10 at head_dim 64, 1.05 at 128 with
+             no cell's interval below 1, 1.25 at 256; the deterministic form at 0.95 of the atomic
+             one and 1.0 of FlashAttention-4's
 Run          python -m experiments.speed.backward [--quick] [--json FILE] [--head-dims N ...]
              [--lengths N ...] [--dtypes TYPE ...] [--wan] [--grouped] [--joules] [--seconds 2]
              [--turns 2] [--plot FOLDER] [--stored]
@@ -60,7 +60,7 @@ BESIDE_DETERMINISTIC = f"deterministic beside {FLASH_4}'s"
 COMPARISONS = (
     BESIDE_BEST, "beside cuDNN", BESIDE_FLASH_4, "deterministic beside atomic", BESIDE_DETERMINISTIC
 )  # fmt: skip
-LENGTHS = (1024, 4096, 16_384, 32_768)
+LENGTHS, DTYPES = (1024, 4096, 16_384, 32_768), ("float16", "bfloat16")
 #: Heads, head_dim, lengths and type of Wan's self-attention.
 WAN_HEADS, WAN_DIM, WAN_LENGTHS, WAN_DTYPE = 40, 128, (7800, 17160), "bfloat16"
 #: Head_dim, heads and heads of keys, and lengths of calls whose heads share keys.
@@ -251,7 +251,8 @@ def report(record: Mapping[str, Any], folder: Path | None) -> None:
             if "seconds" in row:
                 timed = [format_seconds(row["seconds"]), f"{row['tflops']:.4g}"]
             taken = " (taken)" if row["variant"] == found["taken"] else ""
-            rows.append([f"  {row['variant']}{taken}", judged, *timed, *of_energy(row), *[""] * len(COMPARISONS)])
+            rows.append([f"  {row['variant']}{taken}", judged, *timed, *of_energy(row)])
+            rows[-1] += [""] * len(COMPARISONS)
     output.print_table(header, rows)
     if folder:
         for file in plots.draw_by_length(record, folder, "backward", plots.BACKWARD_LINES):
@@ -313,9 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS), metavar="N")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), metavar="N")
-    parser.add_argument(
-        "--dtypes", nargs="+", default=["float16", "bfloat16"], choices=["float16", "bfloat16"], metavar="TYPE"
-    )
+    parser.add_argument("--dtypes", nargs="+", default=DTYPES, choices=DTYPES, metavar="TYPE")
     parser.add_argument("--wan", action="store_true", help="the shapes of Wan, too")
     parser.add_argument("--grouped", action="store_true", help="heads that share keys, too")
     parser.add_argument("--joules", action="store_true", help="count the energy of each pass")

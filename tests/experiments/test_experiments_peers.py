@@ -91,7 +91,8 @@ def test_flash_attention_4_is_given_rows_first_and_compared() -> None:
     assert found[backward.BESIDE_FLASH_4] == pytest.approx([2.0] * 3)
     assert found[backward.BESIDE_BEST] == found[backward.BESIDE_FLASH_4]
     assert found["beside cuDNN"] is None
-    rows += [timed(backward.FLASH_4_DETERMINISTIC, 3.0, 3.0), timed(backward.DETERMINISTIC, 2.0, 2.0)]
+    rows.append(timed(backward.FLASH_4_DETERMINISTIC, 3.0, 3.0))
+    rows.append(timed(backward.DETERMINISTIC, 2.0, 2.0))
     found = backward.compared(rows, backward.DETERMINISTIC)
     assert found[backward.BESIDE_DETERMINISTIC] == pytest.approx([1.5] * 3)
 
