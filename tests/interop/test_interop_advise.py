@@ -23,9 +23,9 @@ from tests.support.marks import slow_unless  # noqa: E402
 
 #: Largest relative difference of a predicted gain from the measured one, in models that rates are
 #: fitted to or not, and in pairs of models that are held out, as docs/INTEROP.md says; more for the
-#: model whose record is of earlier code.
-MOST, MOST_OF_PAIRS, EARLIER = 0.08, 0.09, "LTX"
-MOST_OF_EARLIER, MOST_OF_ITS_PAIRS = 0.12, 0.15
+#: model that is predicted worst.
+MOST, MOST_OF_PAIRS, WORST = 0.08, 0.09, "LTX"
+MOST_OF_WORST, MOST_OF_ITS_PAIRS = 0.115, 0.14
 #: Grid of Wan's 32,760 tokens, in a record that no rate was fitted to.
 WAN_GRID = (21, 30, 52)
 
@@ -43,7 +43,7 @@ def test_the_rates_are_what_the_record_says() -> None:
 def test_a_predicted_gain_is_near_the_measured_one(family: str) -> None:
     """In families that were held out, and no part that gains a twentieth is declined."""
     (found,) = advice_rates.predictions(family).values()
-    most = MOST_OF_EARLIER if family == EARLIER else MOST
+    most = MOST_OF_WORST if family == WORST else MOST
     assert len(advice_rates.HELD_OUT) == 3 and len(found) == 9
     for part, (said, was) in found.items():
         assert said >= advice.LEAST_GAIN or was < 1.05, f"{part}: declined, {was:.3f} measured"
@@ -55,7 +55,7 @@ def test_errors_of_each_pair_of_families_that_is_held_out() -> None:
     found = advice_rates.worst_of_pairs()
     assert len(found) == 36
     for pair, (error, _) in found.items():
-        assert error < (MOST_OF_ITS_PAIRS if EARLIER in pair else MOST_OF_PAIRS), pair
+        assert error < (MOST_OF_ITS_PAIRS if WORST in pair else MOST_OF_PAIRS), pair
 
 
 def test_rates_of_attention_are_those_of_single_calls() -> None:
