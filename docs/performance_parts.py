@@ -5,7 +5,7 @@ A part has the records as arguments and is left out of the page where one of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cupyattn.measure.words import (
@@ -17,11 +17,20 @@ from cupyattn.measure.words import (
 )
 from docs.performance_int8 import errors_by_distribution, in_8_bits, linear_layers
 from docs.performance_tables import Record, interval, range_of, rate, rows_of
-from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, geometric_mean
+from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, FLASH_4, geometric_mean
 from experiments._harness.recording import RESULTS, markdown
 from experiments.accuracy import precision_ablation
+from experiments.speed.backward import (
+    ATOMIC,
+    BESIDE_BEST,
+    BESIDE_DETERMINISTIC,
+    DETERMINISTIC,
+)
 from experiments.speed.ladder import called
 from experiments.tuning import breakdown, counters
+
+#: Ways whose energy of a backward pass is shown.
+COUNTED = (ATOMIC, DETERMINISTIC, FLASH_4, CUDNN)
 
 
 @dataclass(frozen=True)
@@ -113,26 +122,59 @@ def rungs(ladder: Record) -> list[str]:
     return lines[1:]
 
 
-def gradients(backward: Record) -> list[str]:
-    """Rate of the backward pass beside cuDNN, by head_dim."""
-    groups: dict[tuple[int, bool], list[Sequence[float]]] = {}
+def gradients(backward: Record, energy_backward: Record) -> list[str]:
+    """Rate of the backward pass beside other libraries, by head_dim, and its energy."""
+    compared = (BESIDE_BEST, "beside cuDNN", BESIDE_DETERMINISTIC)
+    groups: dict[tuple[int, bool], list[Record]] = {}
     for found in backward["problems"]:
-        if found.get("beside cuDNN"):
+        if found.get(BESIDE_BEST):
             key = found["problem"]["head_dim"], found["problem"]["causal"]
-            groups.setdefault(key, []).append(found["beside cuDNN"])
-    table = [
-        [
-            f"{head_dim}{' causal' if causal else ''}", str(len(some)),
-            f"{geometric_mean(x[0] for x in some):.3f}", f"{min(x[0] for x in some):.3f}",
-            f"{max(x[0] for x in some):.3f}",
-        ]
-        for (head_dim, causal), some in sorted(groups.items())
-    ]  # fmt: skip
+            groups.setdefault(key, []).append(found)
+    table = []
+    for (head_dim, causal), some in sorted(groups.items()):
+        means = [geometric_mean(one[name][0] for one in some) for name in compared]
+        best = sorted(one[BESIDE_BEST] for one in some)
+        table.append([
+            f"{head_dim}{' causal' if causal else ''}", str(len(some)), f"{means[0]:.3f}",
+            interval(best[0]), interval(best[-1]), *(f"{mean:.3f}" for mean in means[1:]),
+        ])  # fmt: skip
+    header = ["head_dim", "cells", "geometric mean", "least", "most", "cuDNN", "deterministic"]
+    lengths = sorted({found["problem"]["length"] for found in backward["problems"]})
     return [
-        "Speed of the gradients beside cuDNN's, of the form that a call takes, over lengths.",
+        "Speed of the form that a call takes beside the best library, over lengths of",
+        f"{lengths[0]:,} to {lengths[-1]:,}, both types. *cuDNN* is the mean beside cuDNN,",
+        "*deterministic* that of both deterministic forms, ours and FlashAttention-4's.",
         "",
-        *markdown(["head_dim", "cells", "geometric mean", "least", "most"], table),
+        *markdown(header, table),
+        "",
+        "Joules of a call and TFLOP/s, sustained at the limit of power:",
+        "",
+        *markdown(["", *(called_short(name) for name in COUNTED)], joules_of(energy_backward)),
     ]
+
+
+def joules_of(energy_backward: Record) -> list[list[str]]:
+    """Return rows with joules of a call and the sustained rate of each way, by problem."""
+    table = []
+    for found in energy_backward["problems"]:
+        counted = {row["variant"]: row["energy"] for row in found["rows"] if "energy" in row}
+        table.append([
+            found["problem"]["name"],
+            *(f"{counted[name]['joules_per_call']:.2f} J, {counted[name]['sustained_tflops']:.0f}"
+              if name in counted else "-" for name in COUNTED),
+        ])  # fmt: skip
+    return table
+
+
+def called_short(name: str) -> str:
+    """Return a way's name for a narrow column.
+
+    Examples
+    --------
+    >>> called_short("torch SDPA, cuDNN"), called_short("atomic")
+    ('cuDNN', 'atomic')
+    """
+    return name.removeprefix("torch SDPA, ")
 
 
 # ---- where the time goes -------------------------------------------------------------------------
@@ -488,7 +530,7 @@ PARTS = (
     Part("8 bits by distribution", ("accuracy_int8",), errors_by_distribution),
     Part("INT8 linear layers", ("int8_layers",), linear_layers),
     Part("Shapes of diffusion models", ("diffusion_shapes",), shapes),
-    Part("Gradients", ("backward",), gradients),
+    Part("Gradients", ("backward", "energy_backward"), gradients),
     Part("Components: Q K^T, softmax, P V by leaving one out", ("breakdown",), components),
     Part("Critical path", ("breakdown",), critical_path),
     Part("Memory footprint", ("long_sequences",), footprint),

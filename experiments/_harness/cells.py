@@ -38,8 +38,8 @@ REFUSALS = (UnsupportedError, ca.KernelCompileError, ca.KernelLaunchError, ca.De
 class Problem:
     """One input: what `cupyattn.distributions.make` draws, and the options of the call.
 
-    Keys are as many as queries unless `length_kv` says otherwise; heads of K and V as many as
-    those of Q unless `heads_kv` does.
+    Keys are as many as queries unless `length_kv` gives their number. K and V have as many heads
+    as Q unless `heads_kv` gives theirs.
 
     Raises
     ------

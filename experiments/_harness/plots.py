@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.cli import plot
-from experiments._harness.others import CUDNN, FLASH_2, FLASH_3
+from experiments._harness.others import CUDNN, FLASH_2, FLASH_3, FLASH_4
 
 #: The plots have a transparent background. Their colours are visible on white and on black, and
 #: people with any colour vision can distinguish them. Colours of Okabe and Ito that are neither too
@@ -26,6 +26,7 @@ BACKWARD_LINES = {
     "atomic": LINES["fa_tc"],
     "deterministic": (COLOURS[3], "D", 1.3),
     CUDNN: LINES[CUDNN],
+    FLASH_4: LINES[FLASH_3],
     FLASH_2: LINES[FLASH_2],
 }
 #: Colour of text and axes.
@@ -123,7 +124,8 @@ def _figure(
         lines.values(), lines, loc="outside upper center", ncols=len(lines), frameon=False,
         fontsize=9, labelcolor=TEXT,
     )  # fmt: skip
-    fixed = f"{one['batch'] * one['length']:,} tokens of {one['heads']} heads, {one['dtype']}"
+    tokens = min(p["problem"]["batch"] * p["problem"]["length"] for p in problems)
+    fixed = f"{tokens:,} tokens of {one['heads']} heads, {one['dtype']}"
     figure.supxlabel(f"length ({fixed})\n{caption}", fontsize=8, color=TEXT)
     return figure
 

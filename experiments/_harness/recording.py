@@ -55,9 +55,14 @@ def add_page_arguments(parser: argparse.ArgumentParser, *, merge: bool = False) 
     add_stored_argument(parser)
     parser.add_argument("--update-docs", action="store_true", help="rewrite its part of the page")
     if merge:
-        parser.add_argument(
-            "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
-        )
+        add_merge_argument(parser)
+
+
+def add_merge_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that merges other records into the committed record first."""
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], metavar="FILE", help="with --stored: first"
+    )
 
 
 def _lasting(arguments: Sequence[str]) -> list[str]:

@@ -577,13 +577,14 @@ def section(record: Mapping[str, Any]) -> str:
     ):
         if of_table:
             lines += [f"{words}:", "", *recording.markdown(header, of_table), ""]
-    measured = sorted({
-        f"{cell['device']}, revision {cell['revision'][:10]}"
-        for row in record["rows"] for cell in row["cells"].values()
-    })  # fmt: skip
+    revisions: dict[str, set[str]] = {}
+    for row in record["rows"]:
+        for cell in row["cells"].values():
+            revisions.setdefault(cell["device"], set()).add(cell["revision"][:10])
+    measured = "; ".join(f"{on}: {', '.join(sorted(at))}" for on, at in sorted(revisions.items()))
     return "\n".join([
-        *lines, f"`python -m experiments.diffusion.{NAME}` on {' and '.join(measured)}, torch "
-        f"{record['torch']}, diffusers {record['diffusers']}.",
+        *lines, f"`python -m experiments.diffusion.{NAME}`, torch {record['torch']}, diffusers "
+        f"{record['diffusers']}, revisions by device: {measured}.",
     ])  # fmt: skip
 
 

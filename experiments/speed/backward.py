@@ -2,23 +2,23 @@
 
 Varies       length in {1024, 4096, 16384, 32768}; head_dim in {64, 128, 256}; causal or not;
              float16 or bfloat16; with --wan 40 heads of 128 at 7,800 and 17,160; with --grouped
-             32 heads of 128 that share 8 and 16 of 256 that share 2, causal
+             causal calls, 32 heads of 128 over 8 of K and V, 16 of 256 over 2
 Holds fixed  16,384 tokens in all or one sequence, heads x head_dim = 2048, N(0, 1), d_out too
-Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, what
-             the atomic form does); in the same rounds the ratio of the form that is taken to the
-             best library, and of the deterministic form to the atomic one and to FlashAttention-4's
-             deterministic one; with --joules the clocks, watts and joules of each, sustained and in
-             turns
+Measures     J2 of one head of one batch entry; time, TFLOP/s (10 head_dim operations a score, as
+             the atomic form does); in the same rounds the ratio of the form that calls take to the
+             best library; our deterministic form beside our atomic form, and beside the
+             deterministic form of FlashAttention-4; with --joules clocks, watts and joules,
+             sustained and in turns
 Beside       torch's scaled_dot_product_attention with its FlashAttention-2 and cuDNN backends, and
              both forms of FlashAttention-4 where it can be imported; the backward pass alone
 Expect       beside the best library, in the geometric mean, 1.10 at head_dim 64, 1.05 at 128 with
-             no cell's interval below 1, 1.25 at 256; the deterministic form at 0.95 of the atomic
-             one and 1.0 of FlashAttention-4's
+             no interval below 1, 1.25 at 256; the deterministic form at 0.95 of the atomic form and
+             1.0 of FlashAttention-4's
 Run          python -m experiments.speed.backward [--quick] [--json FILE] [--head-dims N ...]
              [--lengths N ...] [--dtypes TYPE ...] [--wan] [--grouped] [--joules] [--seconds 2]
-             [--turns 2] [--plot FOLDER] [--stored]
+             [--turns 2] [--plot FOLDER] [--stored [--merge FILE ...]]
 
-The record is rewritten after each problem.
+The record is rewritten after each problem. With --merge problems of other records are added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from cupyattn.gradients import backward_exact, judge_backward
 from cupyattn.measure import device, timing
 from cupyattn.measure.rungs import relative_error
 from cupyattn.measure.words import format_seconds
-from experiments._harness import joules, plots, recording
+from experiments._harness import joules, merging, plots, recording
 from experiments._harness.cells import REFUSALS, Problem, reason
 from experiments._harness.others import (
     CUDNN,
@@ -51,7 +51,7 @@ from experiments._harness.others import (
     ratio,
     refusing,
 )
-from experiments.speed.peers import HEAD_DIMS, TOKENS, problems
+from experiments.speed.peers import HEAD_DIMS, TOKENS, WIDTH, problems
 
 ATOMIC, DETERMINISTIC = "atomic", "deterministic"
 FLASH_4_DETERMINISTIC = f"{FLASH_4}, deterministic"
@@ -148,7 +148,7 @@ def received(problem: Problem, *, on_device: bool) -> tuple[Any, ...]:
 def one_head(arrays: Sequence[Any], xp: Any) -> list[Any]:
     """Return the first head of the first batch entry of arrays, of whatever library, contiguous.
 
-    Of query heads that share a key head, the first are those of the first key head.
+    Query heads that share the first key head stay together.
     """
     taken = [x if isinstance(x, xp.ndarray) else xp.from_dlpack(x) for x in arrays]
     fewest = min(x.shape[1] for x in taken)
@@ -255,8 +255,16 @@ def report(record: Mapping[str, Any], folder: Path | None) -> None:
             rows[-1] += [""] * len(COMPARISONS)
     output.print_table(header, rows)
     if folder:
-        for file in plots.draw_by_length(record, folder, "backward", plots.BACKWARD_LINES):
+        drawn = {**record, "problems": [one for one in record["problems"] if is_drawn(one)]}
+        for file in plots.draw_by_length(drawn, folder, "backward", plots.BACKWARD_LINES):
             print(f"wrote {file}")
+
+
+def is_drawn(found: Mapping[str, Any]) -> bool:
+    """Whether a problem is a point of the plots by length: float16, and as many heads as usual."""
+    one = found["problem"]
+    usual = one["heads"] * one["head_dim"] == WIDTH and one.get("heads_kv") is None
+    return bool(usual and one["dtype"] == DTYPES[0])
 
 
 def of_energy(row: Mapping[str, Any]) -> list[str]:
@@ -304,8 +312,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def again(args: argparse.Namespace) -> int:
-    """Report on the committed record."""
-    report(recording.stored("backward"), args.plot)
+    """Report on the committed record, with the problems of other files that it lacks."""
+    record = merging.record_with("backward", args.merge, merging.with_missing)
+    report(record, args.plot)
     return 0
 
 
@@ -326,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--plot", metavar="FOLDER", type=Path, help="draw backward_hdN.svg for every head_dim"
     )
     recording.add_stored_argument(parser)
+    recording.add_merge_argument(parser)
     args = parser.parse_args(argv)
     return recording.guarded(again, args) if args.stored else recording.main(run, args)
 
