@@ -287,7 +287,10 @@ def _blocks_of(parts: Mapping[str, Part]) -> Blocks:
 
 
 def _heads_and_rows(blocks: Blocks, part: Part, *, alone: bool) -> tuple[int, int]:
-    """Return the heads whose rows a block takes, and its rows; `alone`: V takes no shared memory."""
+    """Return the heads whose rows a block takes, and its rows.
+
+    `alone`: no codes of V take shared memory.
+    """
     if not part.shares_tables:
         return 1, blocks.rows(part.group)
     return blocks.heads_and_rows(part.group, part.x.shape[1], held=alone)

@@ -18,8 +18,8 @@ _PASS_REGISTERS = 4  # of a row, or more
 
 #: Heads whose rows of the same tokens share a block, in the order in which they are tried.
 _HEADS = (4, 2)
-#: Rows of a thread in such a block: in registers, and also in shared memory.
-_HEAD_ROWS, _HEAD_ROWS_HELD = 4, 6
+#: Rows of a thread in such a block, some of which lie in shared memory.
+_HEAD_ROWS = 6
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Blocks:
             if of_head % of_pass == 0 and of_head % group == 0:
                 return together, rows
             passes = together * -(-rows // of_pass)
-            if held and self.num_warps == 8 and rows % group == 0 and passes <= _HEAD_ROWS_HELD:
+            if held and self.num_warps == 8 and rows % group == 0 and passes <= _HEAD_ROWS:
                 return together, rows * together
         return 1, rows
 

@@ -3,11 +3,11 @@
 //
 // Idea         Memory decides. Every byte is read once and stays in registers between the search
 //              for the maximum and the coding. It is written as a half or a quarter of its size. A
-//              block takes some rows of one operand. LANES neighbouring lanes share a row, and a
-//              warp takes a few rows at a time. Rows of a group are combined in shared memory, at
-//              any granularity. One launch serves all operands, so one starts as another ends.
-//              Other blocks compute the mean or range of a head a little earlier, so the second
-//              read comes from the L2 cache.
+//              block takes rows of one head, or of heads that share rotation tables. LANES lanes
+//              share a row, and a warp takes a few rows at a time. Rows of a group are combined in
+//              shared memory, at any granularity. One launch serves all operands, so one starts as
+//              another ends. Other blocks compute the mean or range of a head a little earlier, so
+//              the second read comes from the L2 cache.
 // Before it    quantize_reduce.cu, if groups span blocks without being a head
 // Steps        ROWS    codes of whole groups of rows
 //              CODES   codes with scales that are given or were computed before

@@ -224,7 +224,7 @@ constexpr Step FIRST_K = Step(CFG_FIRST_K);
 constexpr Step FIRST_V = Step(CFG_FIRST_V);
 constexpr bool SUMS_FIRST = FIRST_Q != Step::NONE || FIRST_K != Step::NONE || FIRST_V != Step::NONE;
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
-constexpr int HEADS_Q = CFG_HEADS_Q;  // heads whose rows of the same tokens a block quantises
+constexpr int HEADS_Q = CFG_HEADS_Q;        // heads whose rows of the same tokens a block quantises
 constexpr int HEADS_K = CFG_HEADS_K;
 constexpr bool GATHERED = CFG_GATHERED;  // rows of K are some of those there are, by their places
 constexpr bool KEY_SUMS = CFG_KEY_SUMS;  // keys that are weighed are summed for their mean, too

@@ -33,7 +33,7 @@ struct TableRow {
     sin[i][part] = RopeNumbers<PAIRS>(how.sin + first, part * PAIRS);
   }
   __device__ __forceinline__ void turn(PreparedRow& x, int i, int part) const {
-    x.of[i].turn(part * PAIRS, cos[i][part], sin[i][part]);
+    x.of[i].template turn<PAIRS>(part * PAIRS, cos[i][part], sin[i][part]);
   }
 };
 
@@ -56,7 +56,8 @@ struct HeadRows {
   static constexpr int PASSES = Shared::PASSES, HEAD_PASSES = PASSES / Cut::HEADS;
   static constexpr bool TABLES_FIRST = TABLES_WITH_ROWS && HEAD_PASSES == 1;
   static_assert(
-      FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 && LANES * LANE_ACCESSES * VEC == HEAD_DIM,
+      FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
+          LANES * LANE_ACCESSES * VEC == HEAD_DIM,
       "heads share a block if they are normalised each and turned by column, in 16 bits");
   static_assert(Shared::HELD <= HEAD_PASSES, "more rows are held than the last head has");
   static_assert(

@@ -73,14 +73,14 @@ struct RopePairs {
 #pragma unroll
     for (int i = 0; i < N; i += WIDTH) {
       const RopeNumbers<WIDTH> c(cos, i), s(sin, i);
-      turn(i, c, s);
+      turn<WIDTH>(i, c, s);
     }
   }
-  // Rotates the pairs from pair0 on, whose cosines and sines these are.
-  template <typename Numbers>
+  // Rotates PAIRS pairs from pair0 on, whose cosines and sines these are.
+  template <int PAIRS, typename Numbers>
   __device__ __forceinline__ void turn(int pair0, const Numbers& c, const Numbers& s) {
 #pragma unroll
-    for (int j = 0; j < Numbers::PAIRS; ++j) {
+    for (int j = 0; j < PAIRS; ++j) {
       T &a = first(pair0 + j), &b = second(pair0 + j);
       const float x = to_float(a), y = to_float(b);
       a = from_float<T>(__fsub_rn(__fmul_rn(x, c.first(j)), __fmul_rn(y, s.first(j))));    // R0
@@ -92,7 +92,6 @@ struct RopePairs {
 // Numbers of a table for N pairs of a row: one for both columns of a pair, or one for each column.
 template <int N>
 struct RopeNumbers<N, false> {
-  static constexpr int PAIRS = N;
   Vec<float, N> x;
   __device__ __forceinline__ RopeNumbers(const float* row, int pair0)
       : x(*reinterpret_cast<const Vec<float, N>*>(row + pair0)) {}
@@ -101,7 +100,6 @@ struct RopeNumbers<N, false> {
 };
 template <int N>
 struct RopeNumbers<N, true> : RopePairs<float, N> {
-  static constexpr int PAIRS = N;
   RopeNumbers() = default;
   __device__ __forceinline__ RopeNumbers(const float* row, int pair0) { this->load(row, pair0); }
 };
