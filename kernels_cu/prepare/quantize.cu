@@ -314,10 +314,12 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
 struct Encode {
   template <typename Own>
   __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
-    if constexpr (Own::STEP == Step::ROWS && Own::Cut::HEADS > 1)
-      quantize_heads<typename Own::Cut>(p, block);
-    else if constexpr (Own::STEP == Step::ROWS)
-      quantize_rows<typename Own::Cut>(p, block);
+    if constexpr (Own::STEP == Step::ROWS) {
+      if constexpr (Own::Cut::HEADS > 1)
+        quantize_heads<typename Own::Cut>(p, block);
+      else
+        quantize_rows<typename Own::Cut>(p, block);
+    }
     if constexpr (Own::STEP == Step::CODES) encode_rows<typename Own::Cut>(p, block);
     if constexpr (Own::STEP == Step::VALUES) quantize_values(p, block);
   }

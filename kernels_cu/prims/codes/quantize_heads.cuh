@@ -24,7 +24,7 @@ struct HeadColumns {
 
 // What a lane has of both tables for one token.
 struct TableRow {
-  static constexpr int PAIRS = 4, PARTS = ROPE_PAIRS / PAIRS;  // of an access to pairs
+  static constexpr int PAIRS = 4, PARTS = ceil_div(ROPE_PAIRS, PAIRS);
   RopeNumbers<PAIRS> cos[LANE_PAIRS][PARTS], sin[LANE_PAIRS][PARTS];
   __device__ __forceinline__ void load(const Preparation& how, int row, int i, int part) {
     const int64_t first =
@@ -41,7 +41,7 @@ template <typename Cut>
 struct HeadRowsShared {
   static constexpr int PASSES = ceil_div(Cut::ROWS / Cut::HEADS, ROWS_PER_PASS) * Cut::HEADS;
   static constexpr int HELD = PASSES > ROWS_KEPT ? PASSES - ROWS_KEPT : 0;  // rows of a lane
-  static constexpr int FOURS = LANE_ACCESSES * VEC / 4;                     // of a row of a lane
+  static constexpr int FOURS = ceil_div(LANE_ACCESSES * VEC, 4);            // of a row of a lane
   HeadColumns weight, mean[Cut::MEAN ? Cut::HEADS : 1];
   Vec<float, 4> held[HELD > 0 ? HELD : 1][FOURS][HELD > 0 ? NUM_THREADS : 1];
 };
