@@ -109,6 +109,17 @@ class Part:
         """Batch entries, or sequences, and the rows of one, or of the longest."""
         return self.packed or (self.x.shape[0], self.x.shape[2])
 
+    @property
+    def shares_tables(self) -> bool:
+        """Whether heads read the same rotation tables by column and weights as rows become codes.
+
+        A block may then take rows of the same tokens of several heads.
+        """
+        how = self.prepares
+        if how is None or how.rotate or self.static or self.zero_points or self.gathered:
+            return False
+        return how.norm == "head" and how.vectors == 1 and how.rope.endswith("by_column")
+
     def groups(self, group: int) -> int:
         """Return the number of groups of a head."""
         total = self.x.shape[2]
@@ -235,10 +246,13 @@ def plan_quantize(
     present = {name: part for name, part in zip("qkv", (q, k, v), strict=True) if part}
     blocks = _blocks_of(present)
     work = {
-        name: _Work(name, part, blocks.rows(part.group), blocks.rows(GROUP_ALL), blocks.columns)
+        name: _Work(
+            name, part, *_heads_and_rows(blocks, part, alone=v is None), blocks.rows(GROUP_ALL),
+            blocks.columns,
+        )
         for name, part in present.items()
         if math.prod(part.x.shape)
-    }
+    }  # fmt: skip
     packed, padded = (any(getattr(p, name) for p in present.values()) for name in _OWN_LENGTHS)
     features = Features(dtype, blocks.head_dim, vec=blocks.vec, varlen=packed, padded=padded)
     tiles = Tiles(1, 1, blocks.num_warps)
@@ -270,6 +284,16 @@ def _blocks_of(parts: Mapping[str, Part]) -> Blocks:
     groups = [p.group for name, p in parts.items() if name != "v" and p.group != GROUP_ALL]
     pairs = any(part.prepares for part in parts.values())
     return Blocks.of([part.x for part in parts.values()], groups, pairs)
+
+
+def _heads_and_rows(blocks: Blocks, part: Part, *, alone: bool) -> tuple[int, int]:
+    """Return the heads whose rows a block takes, and its rows.
+
+    `alone`: no codes of V take shared memory.
+    """
+    if not part.shares_tables:
+        return 1, blocks.rows(part.group)
+    return blocks.heads_and_rows(part.group, part.x.shape[1], held=alone)
 
 
 def _workspace(work: Mapping[str, _Work], first: Mapping[str, str]) -> tuple[Workspace, ...]:
@@ -325,6 +349,9 @@ def _defines(
     """Return the macros of a launch, except macros of its tiles and features."""
     defines = {f"CFG_STEP_{n.upper()}": STEPS.index(now.get(n, "none")) for n in "qkv"}
     defines |= {f"CFG_FIRST_{n.upper()}": STEPS.index(first.get(n, "none")) for n in "qkv"}
+    together = {n: work[n].together if now.get(n) == "rows" else 1 for n in "qk"}
+    if max(together.values()) > 1:
+        defines |= {f"CFG_HEADS_{n.upper()}": heads for n, heads in together.items()}
     defines |= {} if qk_bits == 8 else {"CFG_QK_BITS": qk_bits}
     return defines | ({"CFG_GATHERED": 1} if any(x.part.gathered for x in work.values()) else {})
 
@@ -367,7 +394,7 @@ class _Turns:
         cls, work: Mapping[str, _Work], now: Mapping[str, str], first: Mapping[str, str]
     ) -> _Turns:
         """Divide the work of the steps `now`, which follow the steps `first`, into rounds."""
-        rounds = math.gcd(*(one.heads for one in work.values())) if first else 1
+        rounds = math.gcd(*(one.heads // one.together for one in work.values())) if first else 1
         fields = {
             name: {
                 "blocks": one.blocks(now[name]) // rounds,
@@ -403,12 +430,14 @@ def _pieces(fields: Mapping[str, Mapping[str, Any]]) -> int:
 class _Work:
     """The work of the launches for one operand, and the number of its rows for each block.
 
-    `held` is the number of rows that fit in a block, regardless of groups. `columns` is the number
-    of columns of V that a block transposes.
+    The rows of a block are the rows of `together` heads, as many of each. `held` is the number of
+    rows that fit in a block, regardless of groups. `columns` is the number of columns of V that a
+    block transposes.
     """
 
     name: str
     part: Part
+    together: int
     rows: int
     held: int
     columns: int
@@ -424,7 +453,7 @@ class _Work:
             return ("extrema", *(("value_reach",) if part.per_tensor else ()), "values")
         if part.static:
             return (*mean, "codes")
-        if self.rows % part.group == 0:
+        if self.rows // self.together % part.group == 0:
             return (*mean, "rows")
         if part.group == GROUP_ALL and not part.per_tensor:
             return ("extrema", "codes")
@@ -462,7 +491,7 @@ class _Work:
         elif step == "values":
             of_head = -(-length // VALUES_PAD) * -(-self.part.x.shape[3] // self.columns)
         else:
-            of_head = -(-length // self.rows)
+            return self.heads // self.together * -(-length // (self.rows // self.together))
         return self.heads * of_head
 
     @functools.cached_property

@@ -16,6 +16,11 @@ _BLOCKS = ((8, 32), (8, 64), (16, 32))
 _PREPARED_REGISTERS = _VALUE_REGISTERS = 32
 _PASS_REGISTERS = 4  # of a row, or more
 
+#: Heads whose rows of the same tokens share a block, in the order in which they are tried.
+_HEADS = (4, 2)
+#: Rows of a thread in such a block, some of which lie in shared memory.
+_HEAD_ROWS = 6
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -50,6 +55,40 @@ class Blocks:
         """Return how many rows a block takes."""
         shape = self.head_dim, self.itemsize, self.vec
         return block_rows(group, *shape, self.num_warps, self.registers, pairs=self.pairs)
+
+    def heads_and_rows(self, group: int, heads: int, *, held: bool) -> tuple[int, int]:
+        """Return how many heads share a block of prepared rows, and its rows in all.
+
+        Parameters
+        ----------
+        group : int
+            Rows per scale.
+        heads : int
+            Heads of the operand.
+        held : bool
+            Shared memory has room for some of the rows.
+
+        Returns
+        -------
+        heads, rows : int
+            One head and `rows` if no number of heads fits. A block of several has as many rows as
+            if it had one, or whole groups of each head in a few more.
+        """
+        rows = self.rows(group)
+        lanes, _ = _lanes(self.head_dim // 2, self.itemsize, self.vec)
+        of_pass = self.num_warps * 32 // lanes
+        if (self.vec, self.itemsize) != (8, 2) or lanes * 2 * self.vec != self.head_dim:
+            return 1, rows
+        for together in _HEADS:
+            if heads % together:
+                continue
+            of_head = rows // together
+            if of_head % of_pass == 0 and of_head % group == 0:
+                return together, rows
+            passes = together * -(-rows // of_pass)
+            if held and self.num_warps == 8 and rows % group == 0 and passes <= _HEAD_ROWS:
+                return together, rows * together
+        return 1, rows
 
     @property
     def columns(self) -> int:

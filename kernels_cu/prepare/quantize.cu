@@ -3,11 +3,11 @@
 //
 // Idea         Memory decides. Every byte is read once and stays in registers between the search
 //              for the maximum and the coding. It is written as a half or a quarter of its size. A
-//              block takes some rows of one operand. LANES neighbouring lanes share a row, and a
-//              warp takes a few rows at a time. Rows of a group are combined in shared memory, at
-//              any granularity. One launch serves all operands, so one starts as another ends.
-//              Other blocks compute the mean or range of a head a little earlier, so the second
-//              read comes from the L2 cache.
+//              block takes rows of one head, or of heads that share rotation tables. LANES lanes
+//              share a row, and a warp takes a few rows at a time. Rows of a group are combined in
+//              shared memory, at any granularity. One launch serves all operands, so one starts as
+//              another ends. Other blocks compute the mean or range of a head a little earlier, so
+//              the second read comes from the L2 cache.
 // Before it    quantize_reduce.cu, if groups span blocks without being a head
 // Steps        ROWS    codes of whole groups of rows
 //              CODES   codes with scales that are given or were computed before
@@ -18,6 +18,7 @@
 // Mirror       cupyattn.quant.quantizers, to the bit: quantize_symmetric, quantize_affine (zero
 //              points), quantize_values, quantize_values_affine (V)
 // Bound        cupyattn.bounds.quantisation: half a scale, or what clips; V: or a step of e4m3
+#include "prims/codes/quantize_heads.cuh"
 #include "prims/schedule/quantize_turns.cuh"
 
 // Blocks hold whole groups.
@@ -49,6 +50,41 @@ __device__ __forceinline__ void quantize_rows(const QuantizeParams& p, uint32_t 
   }
   __syncthreads();  // the inverses are there before a row is coded with them
   rows.template store<false>(p, here, coding);
+}
+
+// The same for rows of the same tokens of several heads.
+template <typename Cut>
+__device__ __forceinline__ void quantize_heads(const QuantizeParams& p, uint32_t block) {
+  __shared__ uint32_t absmax[Cut::GROUPS];  // [HEADS, groups of a head]
+  __shared__ Coding coding[Cut::GROUPS];    // [HEADS, groups of a head]
+  __shared__ HeadRowsShared<Cut> shared;
+  using Heads = HeadRows<Cut>;
+  const Place at(p, block, Heads::ROWS, false, Cut::HEADS);
+  if (VARLEN && at.rows <= 0) {
+#pragma unroll 1
+    for (int head = 0; head < Cut::HEADS; ++head) is_empty(p, at.of_head(head));
+    return;
+  }
+
+  Heads rows;
+  rows.load(p, at);
+#pragma unroll 1
+  for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) absmax[g] = 0;
+  rows.share(shared, p, at);
+  __syncthreads();  // means, weights and zeros are there before a row is made and adds its maximum
+  rows.begin(shared, p, at);
+  rows.raise(absmax);
+  __syncthreads();  // every row of a group has added its maximum before the scale is made of it
+  const Place here = again(p, block, Heads::ROWS, Cut::HEADS);
+#pragma unroll 1
+  for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) {
+    const float scale = coding[g].make(&absmax[g]);  // R1
+    const int group = g % Heads::GROUPS;
+    if (group * Cut::GROUP >= here.rows) continue;
+    p.scale[here.of_head(g / Heads::GROUPS).template first_scale<Cut::GROUP>(p) + group] = scale;
+  }
+  __syncthreads();  // the inverses are there before a row is coded with them
+  rows.store(shared, p, here, coding);
 }
 
 // Scales are given, or follow from maxima of groups or from the extrema of whole heads.
@@ -278,7 +314,12 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
 struct Encode {
   template <typename Own>
   __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
-    if constexpr (Own::STEP == Step::ROWS) quantize_rows<typename Own::Cut>(p, block);
+    if constexpr (Own::STEP == Step::ROWS) {
+      if constexpr (Own::Cut::HEADS > 1)
+        quantize_heads<typename Own::Cut>(p, block);
+      else
+        quantize_rows<typename Own::Cut>(p, block);
+    }
     if constexpr (Own::STEP == Step::CODES) encode_rows<typename Own::Cut>(p, block);
     if constexpr (Own::STEP == Step::VALUES) quantize_values(p, block);
   }

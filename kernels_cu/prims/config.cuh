@@ -68,6 +68,10 @@
 #define CFG_FIRST_K 0
 #define CFG_FIRST_V 0
 #endif
+#ifndef CFG_HEADS_Q  // blocks with rows of one head
+#define CFG_HEADS_Q 1
+#define CFG_HEADS_K 1
+#endif
 #ifndef CFG_QK_BITS  // quantisation to 8 bits
 #define CFG_QK_BITS 8
 #endif
@@ -220,6 +224,8 @@ constexpr Step FIRST_K = Step(CFG_FIRST_K);
 constexpr Step FIRST_V = Step(CFG_FIRST_V);
 constexpr bool SUMS_FIRST = FIRST_Q != Step::NONE || FIRST_K != Step::NONE || FIRST_V != Step::NONE;
 constexpr int BLOCK_COLS = CFG_BLOCK_COLS;  // columns of V that a block transposes
+constexpr int HEADS_Q = CFG_HEADS_Q;        // heads whose rows of the same tokens a block quantises
+constexpr int HEADS_K = CFG_HEADS_K;
 constexpr bool GATHERED = CFG_GATHERED;  // rows of K are some of those there are, by their places
 constexpr bool KEY_SUMS = CFG_KEY_SUMS;  // keys that are weighed are summed for their mean, too
 constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a byte all the same

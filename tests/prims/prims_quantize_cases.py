@@ -1,4 +1,4 @@
-"""The kernels of ``quantize_rows.cuh``, ``quantize_sums.cuh`` and ``quantize_turns.cuh``."""
+"""The kernels of ``quantize_rows.cuh``, ``quantize_heads.cuh``, ``quantize_sums.cuh``, turns."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ import numpy as np
 from cupyattn.kernels.features import Features
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.quantize import STEPS
-from cupyattn.plans.structs import QUANTIZE_PARAMS, TURN_PARAMS, pack
+from cupyattn.plans.structs import (
+    PREPARED_QUANTIZE_PARAMS,
+    QUANTIZE_PARAMS,
+    TURN_PARAMS,
+    pack,
+)
+from cupyattn.problem.row_preparation import Norm, Preparation
 from cupyattn.quant.quantizers import padded_columns
 from tests.prims.prim import Arguments, Prim, Results, defines, rng
+from tests.prims.prims_rope_cases import tables, turning
 
 HEAD_DIM = 24
 #: Two heads of so many rows, in slices of so many.
@@ -61,6 +68,27 @@ def rows_expected(zero_points: bool) -> Callable[..., dict[str, np.ndarray]]:
         return {"codes": codes, "code_sum": code_sum, "reach": reach, "group_reach": of_groups}
 
     return expected
+
+
+def heads_arguments(rope: str) -> Arguments:
+    fields = {"X_stride": (0, 20 * 64, 64), "heads": 2, "length": 20, "eps": 0.125}
+    names = PREPARED_QUANTIZE_PARAMS.names
+    return {
+        "given": pack(PREPARED_QUANTIZE_PARAMS, dict.fromkeys(names, 0) | fields, {}),
+        **tables(20, 64, rope),
+        "weight": rng().uniform(0.5, 2, 64).astype(np.float32),
+        "X": rng().normal(size=(2, 20, 64)).astype(np.float16),
+        "codes": np.full((2, 20, 64), 127, np.int8),
+        "group_reach": np.zeros((2, 3), np.uint32),
+    }
+
+
+def heads_expected(rope: str, /, cos: Any, sin: Any, weight: Any, X: Any, **_: Any) -> Results:
+    norm = Norm(weight[None], weight[None], 0.125)
+    how = Preparation(turning(cos, sin, rope, 0), norm)
+    y = how.in_float32(X[None], X[None, :, :0])[0][0]
+    groups = [np.abs(y[:, i : i + 8]).max(axis=(1, 2)) for i in (0, 8, 16)]
+    return {"codes": np.rint(8 * y), "group_reach": np.stack(groups, axis=1).view(np.uint32)}
 
 
 def slices_arguments() -> Arguments:
@@ -141,6 +169,22 @@ QUANTIZE_PRIMS = [
             ),
         )
         for zero_points in (False, True)
+    ),
+    *(
+        Prim(
+            f"quantize_heads-{rope}", "quantize_heads", "quantize_heads", 32,
+            partial(heads_arguments, rope), partial(heads_expected, rope),
+            defines=(
+                *defines(
+                    Tiles(1, 2 * 24, 1),
+                    Features(
+                        "float16", 64, vec=8, group_q=1, group_kv=8, rope=rope, qk_norm="head"
+                    ),
+                ),
+                ("CFG_HEADS_Q", 1), ("CFG_HEADS_K", 2), *COLS,
+            ),
+        )
+        for rope in ("interleaved_by_column", "half_split_by_column")
     ),
     *(
         Prim(

@@ -17,10 +17,11 @@ constexpr int ROWS_PER_PASS = NUM_THREADS / LANES;
 static_assert(
     !PREPARED || ROPE_PAIRS == VEC, "rows that are prepared need VEC to divide HEAD_DIM / 2");
 
-// How an operand is cut: ROWS rows to a block, GROUP to a scale, and whether a mean is subtracted.
-template <int ROWS_, int GROUP_, bool MEAN_>
+// How an operand is cut: ROWS rows to a block, of HEADS neighbouring heads, GROUP to a scale, and
+// whether a mean is subtracted.
+template <int ROWS_, int GROUP_, int HEADS_, bool MEAN_>
 struct Cut {
-  static constexpr int ROWS = ROWS_, GROUP = GROUP_;
+  static constexpr int ROWS = ROWS_, GROUP = GROUP_, HEADS = HEADS_;
   static constexpr bool MEAN = MEAN_;
   static constexpr int GROUPS = ROWS > GROUP ? ROWS / GROUP : 1;  // scales that a block needs
   static constexpr int PASSES = ceil_div(ROWS, ROWS_PER_PASS);
@@ -31,8 +32,8 @@ struct Cut {
       ROWS % GROUP == 0 || GROUP % ROWS == 0,
       "a block must hold whole groups of GROUP_Q or GROUP_KV rows, or divide a group");
 };
-using CutQ = Cut<BLOCK_Q, GROUP_Q, false>;
-using CutK = Cut<BLOCK_KV, GROUP_KV, true>;
+using CutQ = Cut<BLOCK_Q, GROUP_Q, HEADS_Q, false>;
+using CutK = Cut<BLOCK_KV, GROUP_KV, HEADS_K, true>;
 
 // The work of a launch for an operand, its predecessor, its division, and whether rows are
 // prepared.
@@ -58,6 +59,7 @@ __device__ __forceinline__ void on_its_operand(
 }
 
 // Position of a block: rows row0, row0 + 1, ... of one (batch, head), or of the rows of its mean.
+// Of several heads it is the first; of_head returns the others.
 struct Place {
   int64_t batch, head, batch_head;
   int slice;   // which of the parts of a head, each of as many rows
@@ -65,10 +67,11 @@ struct Place {
   int rows;    // rows of this block that exist; VARLEN: none where not positive
   int first;   // PACKED: first row of the sequence in the packed array
   int length;  // rows of this head
-  __device__ __forceinline__
-  Place(const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false) {
+  __device__ __forceinline__ Place(
+      const QuantizeParams& p, uint32_t block, int rows_of_block, bool of_mean = false,
+      int heads_of_block = 1) {
     const uint32_t slices = of_mean ? p.splits : ceil_div(p.length, rows_of_block);
-    const uint32_t index = block / slices, heads = p.heads;
+    const uint32_t index = block / slices * heads_of_block, heads = p.heads;
     batch_head = index, batch = index / heads, head = index % heads;
     slice = block % slices;
     row0 = slice * rows_of_block;
@@ -78,6 +81,11 @@ struct Place {
       first = sequence.first, length = sequence.length;
     }
     rows = min(rows_of_block, (of_mean ? rows_of_mean(length) : length) - row0);
+  }
+  __device__ __forceinline__ Place of_head(int further) const {
+    Place other = *this;
+    other.head += further, other.batch_head += further;
+    return other;
   }
   __device__ __forceinline__ const elem_t* X(const QuantizeParams& p) const {  // [rows, HEAD_DIM]
     return static_cast<const elem_t*>(p.X) + batch * p.X_stride.batch + head * p.X_stride.head +
@@ -120,9 +128,10 @@ struct Place {
 };
 
 // The same, computed again: keeping it meanwhile would take registers that rows need.
-__device__ __forceinline__ Place again(const QuantizeParams& p, uint32_t block, int rows_of_block) {
+__device__ __forceinline__ Place
+again(const QuantizeParams& p, uint32_t block, int rows_of_block, int heads_of_block = 1) {
   asm volatile("" : "+r"(block));
-  return Place(p, block, rows_of_block);
+  return Place(p, block, rows_of_block, false, heads_of_block);
 }
 
 __device__ __forceinline__ int lane_in_row() { return threadIdx.x % LANES; }

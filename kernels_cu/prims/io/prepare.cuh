@@ -257,11 +257,17 @@ struct PreparedRow {
         for (int j0 = 0; j0 < ROPE_PAIRS; j0 += WIDTH) {
           const auto weight =
               *reinterpret_cast<const Vec<float, WIDTH>*>(how.weight + column(access) + j0);
-#pragma unroll
-          for (int j = 0; j < WIDTH; ++j) {
-            float& x = element(access, j0 + j);
-            x = __fmul_rn(__fmul_rn(x, factor), weight.v[j]);  // R0
-          }
+          weigh(access, j0, factor, weight);
         }
+  }
+  // R0: multiplies numbers of an access from j0 on by the factor of their row and by weights.
+  template <int WIDTH>
+  __device__ __forceinline__ void weigh(
+      int access, int j0, float factor, const Vec<float, WIDTH>& weight) {
+#pragma unroll
+    for (int j = 0; j < WIDTH; ++j) {
+      float& x = element(access, j0 + j);
+      x = __fmul_rn(__fmul_rn(x, factor), weight.v[j]);
+    }
   }
 };

@@ -55,6 +55,12 @@ struct RopePairs {
     if constexpr (ROPE_INTERLEAVED) return x[(2 * pair + 1) / N].v[(2 * pair + 1) % N];
     return x[1].v[pair];
   }
+  __device__ __forceinline__ const T& first(int pair) const {
+    return const_cast<RopePairs*>(this)->first(pair);
+  }
+  __device__ __forceinline__ const T& second(int pair) const {
+    return const_cast<RopePairs*>(this)->second(pair);
+  }
 
   // Where a row of a table has the first number of pair pair0.
   static __device__ __forceinline__ int table_column(int pair0) {
@@ -66,14 +72,19 @@ struct RopePairs {
     constexpr int WIDTH = N < 4 ? N : 4;  // floats per access
 #pragma unroll
     for (int i = 0; i < N; i += WIDTH) {
-      RopeNumbers<WIDTH> c(cos, i), s(sin, i);
+      const RopeNumbers<WIDTH> c(cos, i), s(sin, i);
+      turn<WIDTH>(i, c, s);
+    }
+  }
+  // Rotates PAIRS pairs from pair0 on, whose cosines and sines these are.
+  template <int PAIRS, typename Numbers>
+  __device__ __forceinline__ void turn(int pair0, const Numbers& c, const Numbers& s) {
 #pragma unroll
-      for (int j = 0; j < WIDTH; ++j) {
-        T &a = first(i + j), &b = second(i + j);
-        const float x = to_float(a), y = to_float(b);
-        a = from_float<T>(__fsub_rn(__fmul_rn(x, c.first(j)), __fmul_rn(y, s.first(j))));    // R0
-        b = from_float<T>(__fadd_rn(__fmul_rn(y, c.second(j)), __fmul_rn(x, s.second(j))));  // R0
-      }
+    for (int j = 0; j < PAIRS; ++j) {
+      T &a = first(pair0 + j), &b = second(pair0 + j);
+      const float x = to_float(a), y = to_float(b);
+      a = from_float<T>(__fsub_rn(__fmul_rn(x, c.first(j)), __fmul_rn(y, s.first(j))));    // R0
+      b = from_float<T>(__fadd_rn(__fmul_rn(y, c.second(j)), __fmul_rn(x, s.second(j))));  // R0
     }
   }
 };
@@ -89,6 +100,7 @@ struct RopeNumbers<N, false> {
 };
 template <int N>
 struct RopeNumbers<N, true> : RopePairs<float, N> {
+  RopeNumbers() = default;
   __device__ __forceinline__ RopeNumbers(const float* row, int pair0) { this->load(row, pair0); }
 };
 

@@ -12,7 +12,7 @@ extern "C" __global__ void quantize_rows(
     uint32_t* group_reach) {  // [2, SIDES]
   QuantizeParams p = given;
   p.X = X, p.codes = codes, p.code_sum = code_sum;
-  using Whole = Cut<BLOCK_Q, GROUP_Q, true>;
+  using Whole = Cut<BLOCK_Q, GROUP_Q, 1, true>;
   Place at(p, 1, Whole::ROWS);
   __shared__ uint32_t of_groups[Whole::GROUPS * SIDES];
   __shared__ float of_head[HEAD_DIM];

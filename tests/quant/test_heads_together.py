@@ -1,0 +1,259 @@
+"""Blocks that make codes of the same rows of several heads: plan, registers, the mirror's bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cupyattn import QuantConfig, quantize
+from cupyattn.arrays.kinds import STORAGE
+from cupyattn.arrays.operand import Operand
+from cupyattn.compiler import modules as kc
+from cupyattn.interpret.findings import KernelFault
+from cupyattn.kernels import ladder
+from cupyattn.plans.prepare_rows import Prepares
+from cupyattn.plans.quantize import Part, plan_quantize
+from cupyattn.plans.records import Launch
+from cupyattn.problem.choose import QUANT
+from cupyattn.problem.form import scale_tiles
+from cupyattn.problem.row_preparation import Norm, Preparation, Rope
+from cupyattn.quant.config import GROUP_ALL
+from cupyattn.reference.quantize import quantize_mirror
+from tests.faults.fault_patches import put_a_line_in_place
+from tests.support.marks import slow_rows
+from tests.support.runs import bits, embedded
+
+#: As Flux, Kandinsky and HunyuanVideo prepare their rows.
+HOW: dict[str, Any] = {"rope": "interleaved_by_column", "vectors": 1, "eps": 1e-6}
+POSITIONS = 400
+
+
+def last_launch(
+    heads: tuple[int, int] = (24, 24),
+    groups: tuple[int, int] = (2, 80),
+    head_dim: int = 128,
+    dtype: str = "float16",
+    v: bool = False,
+    how: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Launch:
+    """Return the launch that makes codes of Q and of K, and of V if asked."""
+    parts = {
+        name: Part(
+            Operand.contiguous((1, n, 500, head_dim), np.dtype(STORAGE[dtype]).itemsize), group,
+            smooth=name == "k", prepares=Prepares(name, **(HOW | (how or {}))), **fields,
+        )
+        for name, n, group in zip("qk", heads, groups, strict=True)
+    }  # fmt: skip
+    if v:
+        parts["v"] = Part(parts["k"].x, GROUP_ALL, smooth=True)
+    return plan_quantize(dtype, **parts, p_type="u8" if v else "").launches[-1]
+
+
+def heads_of(launch: Launch) -> tuple[int, int]:
+    """Return how many heads share a block, of Q and of K."""
+    defines = dict(launch.module.defines)
+    return defines.get("CFG_HEADS_Q", 1), defines.get("CFG_HEADS_K", 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "together"),
+    [
+        ({}, (4, 2)),
+        ({"groups": (2, 16)}, (4, 4)),
+        ({"groups": (1, 128), "v": True}, (4, 1)),
+        ({"groups": (2, 64)}, (4, 2)),
+        ({"v": True}, (4, 1)),  # V takes the shared memory for rows of K
+        ({"heads": (6, 3)}, (2, 1)),
+        ({"heads": (25, 25)}, (1, 1)),
+        ({"head_dim": 64, "groups": (2, 128)}, (4, 2)),
+        ({"head_dim": 256, "groups": (2, 96)}, (4, 1)),  # 16 warps would hold 64 KB
+        ({"head_dim": 96}, (1, 1)),
+        ({"dtype": "float32"}, (1, 1)),
+        ({"how": {"rope": "interleaved"}}, (1, 1)),
+        ({"how": {"rope": "half_split_by_column"}}, (4, 2)),
+        ({"how": {"vectors": 2}}, (1, 1)),
+        ({"how": {"by_token": True}}, (1, 1)),
+        ({"how": {"rotate": True}}, (1, 1)),
+        ({"static": True}, (1, 1)),
+        ({"zero_points": True}, (1, 1)),
+        ({"gathered": True}, (1, 1)),
+    ],
+    ids=str,
+)
+def test_heads_share_a_block_where_they_read_the_same_tables(
+    asked: dict[str, Any], together: tuple[int, int]
+) -> None:
+    assert heads_of(last_launch(**asked)) == together
+
+
+def test_a_grid_has_a_block_for_the_rows_of_its_heads() -> None:
+    """Of 500 rows: 16 blocks for 4 heads of Q, and 7 for 2 heads of K."""
+    launch = last_launch(groups=(2, 80))
+    (_, q), (_, k), _, (_, turn) = launch.params
+    assert turn["rounds"] == 6
+    assert (q["blocks"], k["blocks"]) == (16, 2 * 7)
+    assert k["first_blocks"] % 4 == 0  # sums of the same four heads
+    assert launch.grid == (6 + turn["lag"]) * (16 + 14 + k["first_blocks"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "groups", "v"),
+    [(128, (2, 80), False), *slow_rows([(128, (1, 128), True), (64, (2, 128), False)])],
+)
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_nothing_is_spilled(dtype: str, head_dim: int, groups: tuple[int, int], v: bool) -> None:
+    """In registers of two blocks of 256 threads for a multiprocessor."""
+    launch = last_launch(groups=groups, head_dim=head_dim, dtype=dtype, v=v)
+    used = kc.build(launch.module, "sm_90a").kernels[launch.entry]
+    assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0)
+    assert used.registers <= 128 and used.static_smem <= 48 * 1024
+
+
+def drawn(
+    heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, dtype: str = "float16"
+) -> list[npt.NDArray[Any]]:
+    """Rows of different sizes in every head, and keys with a mean of their head."""
+    rng = np.random.default_rng(0)
+    made = []
+    for n, length in ((heads[0], lengths[0]), *[(heads[1], lengths[1])] * 2):
+        x = rng.standard_normal((2, n, length, head_dim)) + np.arange(n)[:, None, None]
+        made.append((x * np.exp2(np.arange(length) % 7 - 3)[:, None]).astype(STORAGE[dtype]))
+    return made
+
+
+def preparation(head_dim: int, *, interleaved: bool = True) -> Preparation:
+    rng = np.random.default_rng(1)
+    tables = (rng.standard_normal((POSITIONS, head_dim), np.float32) for _ in range(2))
+    weights = rng.uniform(0.5, 2, (2, 1, head_dim)).astype(np.float32)
+    return Preparation(Rope(*tables, interleaved=interleaved, by_column=True), Norm(*weights, 1e-6))
+
+
+def assert_codes_are_the_mirrors(
+    arrays: list[Any], quant: QuantConfig, how: Preparation, arch: str | None
+) -> None:
+    head_dim = arrays[0].shape[3]
+    given = how.buffers
+    z = quantize(
+        *arrays, quant=quant, backend="interpret", arch=arch,
+        rope=(given["rope_cos"], given["rope_sin"]), rope_interleaved=how.rope.interleaved,
+        qk_norm=(given["q_norm_weight"][0], given["k_norm_weight"][0]), qk_norm_eps=1e-6,
+    )  # fmt: skip
+    tiles = scale_tiles(ladder.lookup("fa_int8"), head_dim, quant, arch)
+    mirror = quantize_mirror(
+        *arrays, quant, tiles, k_mean=z.k_mean, v_mean=z.v_mean, preparation=how
+    )
+    for name in ("q_codes", "k_codes", "q_scale", "k_scale"):
+        assert bits(getattr(z, name)) == bits(getattr(mirror, name)), name
+    if z.k_mean is not None:
+        expected = how.exact(*arrays[:2])[1].mean(axis=2)
+        np.testing.assert_allclose(z.k_mean, expected, rtol=1e-4, atol=1e-4)
+
+
+#: Heads of Q and K, their lengths, head_dim, type, quantisation and architecture.
+Case = tuple[tuple[int, int], tuple[int, int], int, str, QuantConfig, str | None]
+CASES: tuple[Case, ...] = (
+    ((4, 2), (37, 90), 128, "float16", QUANT["balanced"], "sm_90a"),
+    ((4, 4), (70, 70), 64, "bfloat16", QuantConfig(), None),
+)
+SLOW_CASES: tuple[Case, ...] = (
+    ((8, 4), (37, 33), 128, "bfloat16", QuantConfig(), None),
+    ((2, 2), (33, 170), 128, "float16", QUANT["balanced"], "sm_90a"),
+    ((6, 3), (70, 90), 128, "float16", QUANT["balanced"], "sm_90a"),
+    ((5, 5), (20, 90), 128, "float16", QUANT["balanced"], "sm_90a"),
+    ((4, 4), (20, 40), 256, "bfloat16", QuantConfig(), None),
+    ((4, 4), (20, 40), 96, "float16", QuantConfig(), None),
+    ((4, 2), (300, 300), 64, "float16", QUANT["balanced"], "sm_90a"),
+    ((4, 4), (40, 140), 128, "float16", QUANT["aggressive"], "sm_90a"),
+    ((4, 4), (40, 140), 128, "float16", QuantConfig(smooth_k=False), None),
+)
+
+
+@pytest.mark.parametrize("interleaved", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("heads", "lengths", "head_dim", "dtype", "quant", "arch"), [*CASES, *slow_rows(SLOW_CASES)]
+)
+def test_codes_and_scales_are_the_mirrors(
+    heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, dtype: str,
+    quant: QuantConfig, arch: str | None, interleaved: bool,
+) -> None:  # fmt: skip
+    how = preparation(head_dim, interleaved=interleaved)
+    assert_codes_are_the_mirrors(drawn(heads, lengths, head_dim, dtype), quant, how, arch)
+
+
+@pytest.mark.slow
+def test_rows_with_gaps_and_positions_from_an_offset() -> None:
+    """Heads lie between the rows of a token, behind gaps of 16 bytes."""
+    arrays = [
+        embedded(np.ascontiguousarray(x.swapaxes(1, 2)), 8).swapaxes(1, 2)
+        for x in drawn((4, 4), (37, 90), 64)
+    ]
+    before = [bits(x) for x in arrays]
+    assert_codes_are_the_mirrors(arrays, QuantConfig(), preparation(64), None)
+    assert [bits(x) for x in arrays] == before, "an input was modified"
+
+
+@pytest.mark.slow
+def test_packed_sequences_have_rows_and_means_of_their_own() -> None:
+    """Sequences of 20, 0, 90 and 3 keys: a block holds rows of one of them."""
+    ends = np.array([0, 20, 20, 110, 113], np.int32)
+    how = preparation(128).buffers
+    options = {
+        "rope": (how["rope_cos"], how["rope_sin"]), "rope_interleaved": True,
+        "qk_norm": (how["q_norm_weight"][0], how["k_norm_weight"][0]),
+        "quant": QUANT["balanced"], "backend": "interpret", "arch": "sm_90a",
+    }  # fmt: skip
+    q, k, v = (x[0].swapaxes(0, 1) for x in drawn((4, 2), (113, 113), 128))
+    z = quantize(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, **options)
+    for number, one in enumerate(z.sequences()):
+        rows = slice(*ends[number : number + 2])
+        if rows.start == rows.stop:
+            continue
+        alone = quantize(*(x[None, rows].swapaxes(1, 2) for x in (q, k, v)), **options)
+        for name in ("q_codes", "k_codes", "q_scale", "k_scale", "k_mean"):
+            assert bits(getattr(one, name)) == bits(getattr(alone, name)), name
+
+
+HEADS = "prims/codes/quantize_heads.cuh"
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "instead", "seen"),
+    [
+        (HEADS, "shared.mean[head_of(pass)]", "shared.mean[0]", AssertionError),
+        (
+            "prepare/quantize.cu", "__syncthreads();  // means, weights and zeros are", "// are",
+            KernelFault,
+        ),
+        *slow_rows([
+            (HEADS, "X + head_of(pass) * p.X_stride.head +", "X +", AssertionError),
+            (HEADS, "head_of(pass) * GROUPS + uint32_t", "uint32_t", AssertionError),
+            (HEADS, "shared.held[pass % HEAD_PASSES][i][thread_id()] =",
+             "shared.held[0][i][thread_id()] =", (AssertionError, KernelFault)),
+            (HEADS, "rowwise.how, min(row_in_head(first), at.rows - 1)",
+             "rowwise.how, min(row_in_head(0), at.rows - 1)", AssertionError),
+            (HEADS, "* (WARP_SIZE / LANES) < at.rows;", "* (WARP_SIZE / LANES) < at.rows - 9;",
+             (AssertionError, KernelFault)),
+            (HEADS, "row_in_head(pass) < at.rows", "row_in_head(pass) < ROWS",
+             (AssertionError, KernelFault)),
+            ("prepare/quantize.cu", "here.of_head(g / Heads::GROUPS)", "here.of_head(0)",
+             (AssertionError, KernelFault)),
+            ("prims/codes/quantize_rows.cuh", "block / slices * heads_of_block",
+             "block / slices", (AssertionError, KernelFault)),
+        ]),
+    ],
+    ids=lambda x: None,
+)  # fmt: skip
+def test_planted_mistakes_are_seen(
+    source: str, line: str, instead: str, seen: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """By J1, or by the interpreter: a race, or a read of what nothing wrote."""
+    put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
+    arrays = drawn((4, 4), (37, 90), 128)
+    with pytest.raises(seen):
+        assert_codes_are_the_mirrors(arrays, QUANT["balanced"], preparation(128), "sm_90a")
