@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.arrays.operand import Operand
+from cupyattn.compiler.architectures import LEAST_SHARED
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.features import DTYPES, without_defaults
@@ -29,6 +30,9 @@ _WARPS = 24
 #: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
 #: more. The pass would wait for numbers of the next row that have no register.
 _OTHER_REGISTERS = 26, 56
+#: Blocks of a multiprocessor, the best first, if the next row of a team waits in shared memory.
+#: Behind them: the fewest bytes of a copy to it.
+_BLOCKS_BESIDE, _LEAST_COPY = (2, 3, 4), 4
 #: Fewest rows for which their factors are kept. Fewer rows read theirs from memory.
 _LEAST_KEPT = 4
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
@@ -163,21 +167,23 @@ def plan_norm_quant(
         )
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
     team = team_of(channels, rotate, normed=how.norm is not None)
-    teams, factors = max(1, _THREADS // team.lanes), "team"
-    resident = max(1, _WARPS // (teams * team.lanes // 32))
+    teams = max(1, _THREADS // team.lanes)
+    form = _Blocks(max(1, _WARPS // (teams * team.lanes // 32)), teams, "team")
     if rotate:
-        halves = 2 if how.activation in GLU else 1
-        resident, teams, factors = _rotated_blocks(
-            team, halves * x.itemsize, rows // groups if any(types) else 0
-        )
-    tiles = GemmTiles(teams, team.held, teams * team.lanes // 32, num_stages=1)
-    blocks = -(-rows // teams)
+        form = _rotated_blocks(
+            team, features.vec * x.itemsize, rows, groups if any(types) else 0, steps,
+            itemsize=x.itemsize * (x.shape[1] // channels),
+        )  # fmt: skip
+    tiles = GemmTiles(form.teams, team.held, form.teams * team.lanes // 32, num_stages=1)
+    blocks = -(-rows // form.teams)
     if steps is None:
-        each = -(-blocks // (HOPPER_BLOCKS * resident))  # with all blocks at a time
+        each = -(-blocks // (HOPPER_BLOCKS * form.resident))  # with all blocks at a time
         steps = -(-each // -(-each // _STEPS))
     own = {
-        "CFG_BLOCKS_PER_SM": resident, "CFG_FACTORS": ("team", "block", "row").index(factors),
-    }  # fmt: skip
+        "CFG_BLOCKS_PER_SM": form.resident,
+        "CFG_FACTORS": ("team", "block", "row").index(form.factors),
+        "CFG_NEXT_IN_SHARED": int(form.next_in_shared),
+    }
     spec = ModuleSpec.of("linear/norm_quant.cu", tiles.defines(), features.defines(), own)
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",
@@ -192,39 +198,100 @@ def plan_norm_quant(
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)
 
 
-def _rotated_blocks(team: Team, itemsize: int, group_rows: int) -> tuple[int, int, str]:
-    """Return blocks of a multiprocessor, teams of a block, and which rows share factors.
+class _Blocks(NamedTuple):
+    """Blocks of a multiprocessor, and teams of a block.
 
-    The last is ``FactorsOf`` of the kernel.
+    `factors` are of a team, of a block or of a row, as ``FactorsOf`` of the kernel. The next row of
+    a team waits in registers or in shared memory.
+    """
+
+    resident: int
+    teams: int
+    factors: str
+    next_in_shared: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of a multiprocessor at a time."""
+        return self.resident * self.teams
+
+
+def _rotated_blocks(
+    team: Team, access_bytes: int, rows: int, groups: int, steps: int | None, *, itemsize: int
+) -> _Blocks:
+    """Return the blocks for rotated rows.
 
     Parameters
     ----------
     team : Team
+    access_bytes : int
+        Bytes of an access to x.
+    rows : int
+    groups : int
+        Groups of rows that share factors; 0: there are no factors.
+    steps : int, optional
+        Rows of a team; by their number when omitted.
     itemsize : int
         Bytes of a row of x for each channel.
-    group_rows : int
-        Rows that have the same factors; 0: there are none.
     """
     own, few = team.runs * RUN, max(1, _THREADS_ROTATED // team.lanes)
-    registers = own + own * itemsize // 4 + _OTHER_REGISTERS[own > 32]
-    warps = min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
+    warps = _warps(own, own * itemsize // 4)
+    group_rows = rows // groups if groups else 0
     ways = [(few, "team")]
     if 0 < group_rows < _LEAST_KEPT:
         ways = [(few, "row")]
-    elif group_rows:
+    elif groups:
         ways = [(max(1, 32 // team.lanes), "team")]
         together = max(few, 2)
-        ways += [(together, "block")] * (group_rows % together == 0)
+        ways += [(together, "block")] * (groups < 2 or group_rows % together == 0)
     found = []
     for teams, factors in ways:
-        threads = teams * team.lanes
-        numbers = 32 * threads  # that change lanes
-        if group_rows and (factors == "block" or (factors == "team" and threads <= 256)):
-            numbers += 2 * team.held * (teams if factors == "team" else 1)
-        blocks = min(warps // (threads // 32), _SHARED // (4 * numbers + _BLOCK_BYTES))
+        sets = 0
+        if groups and (factors == "block" or (factors == "team" and teams * team.lanes <= 256)):
+            sets = teams if factors == "team" else 1
+        room = _SHARED // _block_bytes(team, teams, sets)
+        blocks = min(warps // (teams * team.lanes // 32), room)
         found.append((blocks * teams, -teams, max(1, blocks), factors))
     _, negative, blocks, factors = max(found)
-    return blocks, -negative, factors
+    in_registers = _Blocks(blocks, -negative, factors)
+    several = rows > HOPPER_BLOCKS * in_registers.rows if steps is None else steps > 1
+    if several and own > 32 and access_bytes >= _LEAST_COPY and factors != "row":
+        return _blocks_with_next_in_shared(team, group_rows, groups, itemsize) or in_registers
+    return in_registers
+
+
+def _blocks_with_next_in_shared(
+    team: Team, group_rows: int, groups: int, itemsize: int
+) -> _Blocks | None:
+    """Return the blocks whose next rows wait in shared memory.
+
+    None if shared memory has no room for them, or if groups of rows end within blocks. A block has
+    room on every device from compute capability 8.0 on, though fewer blocks may be resident.
+    """
+    found = []
+    for blocks in _BLOCKS_BESIDE:
+        teams = _warps(team.runs * RUN, 0) // blocks * 32 // team.lanes
+        taken = _block_bytes(team, teams, min(groups, 1), itemsize)
+        shares = groups < 2 or group_rows % teams == 0
+        if shares and taken <= min(_SHARED // blocks, LEAST_SHARED):
+            factors = "block" if groups else "team"
+            found.append(_Blocks(blocks, teams, factors, next_in_shared=True))
+    return max(found, key=lambda one: one.rows, default=None)
+
+
+def _warps(own: int, following: int) -> int:
+    """Return the warps of a multiprocessor whose threads have so many numbers of two rows."""
+    registers = own + following + _OTHER_REGISTERS[own > 32]
+    return min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
+
+
+def _block_bytes(team: Team, teams: int, sets: int, itemsize: int = 0) -> int:
+    """Return the shared memory of a block that has so many sets of factors.
+
+    `itemsize` are the bytes of each channel of the next row, if it waits there.
+    """
+    exchanged = 32 * teams * team.lanes  # numbers that change lanes
+    return 4 * (exchanged + 2 * team.held * sets) + teams * team.held * itemsize + _BLOCK_BYTES
 
 
 def _by_eight(vector: Operand | None) -> bool:

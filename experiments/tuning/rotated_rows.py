@@ -1,16 +1,17 @@
 """Which form of norm_quant is fastest with rotated rows, and what does each part of it cost?
 
-Varies       where the next row of a team waits: nowhere, in registers, in shared memory (one row or
-             two), in the L2 cache; teams of a block, blocks of a multiprocessor; one warp or three
-             for a row of 3,072; rows and factors as floats or as words; sets of runs that wait in
-             shared memory; factors in registers; parts that are left out: most reads of factors,
-             the exchange between lanes, stores, sums over lanes
+Varies       whether the next row of a team waits in registers or in shared memory; teams of a
+             block, blocks of a multiprocessor; codes that leave a lane in 4 bytes or in 16, or a
+             warp by the copy engine, which may bring rows, too; factors as floats or as words;
+             parts that are left out: most reads of factors, the exchange between lanes, stores,
+             sums over lanes
 Holds fixed  bfloat16 rows of Flux, Wan and Kandinsky, N(0, 1), as in experiments.speed.norm_quant
 Measures     registers, spills, shared memory; codes and scales against the mirror and today's
              kernel, to the bit; then the time of CUDA graphs in turns with the pass without
              rotation and with a copy of the same bytes
-Expect       12 warps a multiprocessor win, with nothing ahead or one row in shared memory. At
-             4,608 x 3,072 they reach 0.83 of the speed without rotation (0.63 today)
+Expect       at 4,608 x 3,072 today's kernel takes 20.1 us: 0.75 of the speed without rotation.
+             Codes in 16 bytes make it 19.5 us (0.77), the copy engine 18.8 us (0.80). Factors as
+             words make it 19.9 us (0.755), since fewer passes cost more instructions
 Run          python -m experiments.tuning.rotated_rows [--quick] [--compiled] [--groups NAME ...]
              [--json FILE]
 
@@ -30,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -40,7 +40,6 @@ from cupyattn.arrays.memory import data_address
 from cupyattn.cli import output
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.modules import ModuleSpec
-from cupyattn.kernels import row_teams
 from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.measure import device, timing
 from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
@@ -63,89 +62,64 @@ from experiments.speed.norm_quant import (
 Array = Any
 PATCH = Path(__file__).parent / "row_forms" / "norm_quant.patch"
 ARCH, SOURCE, WITHOUT, TODAY = "sm_90", "linear/norm_quant.cu", "without rotation", "today"
-#: ``enum class Ahead`` of the patch.
-NOWHERE, REGISTERS, SHARED, L2 = range(4)
+#: Values of CFG_NEXT_IN_SHARED: where the next row waits.
+REGISTERS, SHARED = False, True
+#: ``enum class Codes`` of the patch.
+CODES = ("", "codes in 16 bytes", "codes by the copy engine")
 #: Parts that are left out, bits of CFG_LEAVE.
 PARTS = {"factors": 1, "exchange": 2, "stores": 4, "sums": 8, "all four": 15}
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of the kernel: `teams` in a block, `blocks` on a multiprocessor, lanes of a row.
+    """A form of the kernel: `teams` in a block, `blocks` on a multiprocessor.
 
-    `lanes` are 0 for a team as it is planned. With `late` rows stay words of 16 bits, which are
-    converted for each sum and again for each set of runs that is rotated. `stays` sets wait in
-    shared memory for the scale, and `words` are factors as they are stored.
+    The next row of a team waits in `shared` memory or in registers. `codes` are one of `CODES`, and
+    `words` factors as they are stored. With `engine` the copy engine brings rows, too.
     """
 
-    ahead: int
+    shared: bool
     teams: int
     blocks: int
-    lanes: int = 0
-    stages: int = 1
-    keeps: bool = False
-    late: bool = False
-    stays: int = 0
+    codes: str = ""
     words: bool = False
+    engine: bool = False
     without: str = ""
 
     @property
     def name(self) -> str:
         """The differences, in words."""
-        found = ("nothing ahead", "in registers", f"{self.stages} in shared memory", "in L2")
-        parts = [found[self.ahead], f"{self.teams} teams x {self.blocks} blocks"]
-        parts += [f"{self.lanes // 32} warps a row"] * bool(self.lanes)
-        parts += ["rows as words"] * self.late + [f"{self.stays} sets stay"] * bool(self.stays)
-        parts += ["factors as words"] * self.words + ["factors in registers"] * self.keeps
+        parts = ["in shared memory" if self.shared else "in registers"]
+        parts += [f"{self.teams} teams x {self.blocks} blocks"]
+        parts += [self.codes] * bool(self.codes) + ["rows by the copy engine"] * self.engine
+        parts += ["factors as words"] * self.words
         parts += [f"no {self.without}"] * bool(self.without)
         return ", ".join(parts)
 
 
-ROWS_OF_A_WARP = (
-    Form(REGISTERS, 4, 2), Form(REGISTERS, 8, 1), Form(NOWHERE, 4, 3), Form(NOWHERE, 12, 1),
-    Form(L2, 4, 3), Form(L2, 12, 1), Form(SHARED, 4, 3), Form(SHARED, 6, 2), Form(SHARED, 12, 1),
-    Form(SHARED, 12, 1, stages=2),
-)  # fmt: skip
-THREE_WARPS = (
-    Form(NOWHERE, 9, 1, 96), Form(REGISTERS, 9, 1, 96), Form(L2, 9, 1, 96), Form(NOWHERE, 3, 3, 96),
-    Form(NOWHERE, 1, 5, 96, keeps=True), Form(SHARED, 1, 4, 96, keeps=True),
-)  # fmt: skip
-#: A row ahead in registers, or rows and factors that take less room, beside 12 warps.
-WORDS = (
-    Form(NOWHERE, 12, 1, late=True), Form(REGISTERS, 12, 1, late=True, stays=1),
-    Form(REGISTERS, 4, 3, late=True, stays=1), Form(SHARED, 12, 1, late=True),
-)  # fmt: skip
-FACTOR_WORDS = (
-    Form(SHARED, 12, 1, words=True), Form(NOWHERE, 4, 3, late=True, words=True),
-    Form(REGISTERS, 12, 1, late=True, stays=1, words=True),
-)  # fmt: skip
-PARTED = (Form(REGISTERS, 2, 4), Form(NOWHERE, 4, 3))
+BESIDE = Form(SHARED, 6, 2)
+#: Codes leave together, and in the second form rows come together. Weights cannot be words.
+TOGETHER = replace(BESIDE, codes=CODES[1]), replace(BESIDE, codes=CODES[2], engine=True)
+LESS = (*TOGETHER, replace(BESIDE, words=True))
 FORMS: dict[str, tuple[Form, ...]] = {
-    "Flux, modulated": ROWS_OF_A_WARP + WORDS + FACTOR_WORDS + THREE_WARPS + tuple(
-        replace(one, without=part) for one in PARTED for part in PARTS
+    "Flux, modulated": (
+        Form(REGISTERS, 2, 4), *LESS, *(replace(BESIDE, without=part) for part in PARTS)
     ),
-    "4,096 rows": ROWS_OF_A_WARP + WORDS + FACTOR_WORDS + THREE_WARPS,
-    "RMS, weight": ROWS_OF_A_WARP[1:] + WORDS,
-    "Wan, modulated": (
-        Form(REGISTERS, 4, 1), Form(NOWHERE, 2, 2), Form(NOWHERE, 6, 1), Form(L2, 2, 2),
-        Form(SHARED, 2, 2), Form(SHARED, 4, 1), Form(SHARED, 2, 2, stages=2),
-        Form(NOWHERE, 1, 3, keeps=True),
-    ),
-    "GELU": (Form(NOWHERE, 1, 2), Form(L2, 1, 2), Form(SHARED, 1, 2), Form(SHARED, 1, 3)),
+    "4,096 rows": LESS,
+    "RMS, weight": (Form(REGISTERS, 2, 4), *TOGETHER),
+    "Wan, modulated": (Form(SHARED, 2, 2), Form(SHARED, 4, 1)),
+    "GELU": (Form(SHARED, 1, 2),),
     "Kandinsky, modulated": (
-        Form(NOWHERE, 4, 4), Form(NOWHERE, 12, 1), Form(NOWHERE, 16, 1), Form(L2, 4, 4),
-        Form(SHARED, 4, 4), Form(SHARED, 16, 1), Form(NOWHERE, 4, 4, late=True),
-        Form(REGISTERS, 12, 1, late=True),
+        Form(REGISTERS, 2, 6), Form(SHARED, 4, 4), *(replace(one, teams=8) for one in LESS)
     ),
 }  # fmt: skip
 ALL_GROUPS = {one.name: one for one in GROUPS if one.name in FORMS} | {
     "4,096 rows": Group("4,096 rows", 4096, 3072, "layer", MODULATED)
 }
-QUICK = Group("few", 5, 1536, "layer", MODULATED)
-QUICK_FORMS = (
-    Form(SHARED, 2, 1, stages=2), Form(L2, 4, 1),
-    Form(REGISTERS, 2, 1, late=True, stays=1, words=True),
-)  # fmt: skip
+QUICK = Group("few", 11, 1536, "layer", MODULATED)
+QUICK_FORMS = tuple(
+    replace(one, teams=teams, blocks=1) for teams, one in zip((4, 2, 4), LESS, strict=True)
+)
 
 
 @contextmanager
@@ -171,11 +145,11 @@ def changed(work: Work, form: Form, source: Path, processors: int = HOPPER_BLOCK
     (inner,) = work.plans
     (launch,) = inner.launches
     defines = dict(launch.module.defines)
-    lanes = form.lanes or launch.block // defines["CFG_BLOCK_M"]
+    lanes = launch.block // defines["CFG_BLOCK_M"]
     vectors = defines["CFG_MODULATION"] or defines["CFG_WEIGHT"]
     defines |= {
-        "CFG_AHEAD": form.ahead, "CFG_STAGES": form.stages, "CFG_KEEP": int(form.keeps),
-        "CFG_LATE": int(form.late), "CFG_STAY": form.stays, "CFG_WORDS": int(form.words),
+        "CFG_NEXT_IN_SHARED": int(form.shared), "CFG_CODES": CODES.index(form.codes),
+        "CFG_WORDS": int(form.words), "CFG_ENGINE_ROWS": int(form.engine),
         "CFG_LEAVE": PARTS.get(form.without, 0), "CFG_BLOCK_M": form.teams,
         "CFG_BLOCKS_PER_SM": form.blocks, "CFG_NUM_WARPS": form.teams * lanes // 32,
         "CFG_FACTORS": int(bool(vectors) and form.teams > 1),
@@ -191,17 +165,11 @@ def changed(work: Work, form: Form, source: Path, processors: int = HOPPER_BLOCK
     return Work.of(replace(inner, launches=(own,), steps=steps))
 
 
-def mirror_of(group: Group, arrays: Mapping[str, Array], form: Form | None) -> tuple[Any, Any]:
-    """Return codes and scales of the first rows, with sums in the order of the form's lanes."""
-    count, own = min(CHECKED_ROWS, group.rows), row_teams.team_of
+def mirror_of(group: Group, arrays: Mapping[str, Array]) -> tuple[Any, Any]:
+    """Return codes and scales of the first rows."""
+    count = min(CHECKED_ROWS, group.rows)
     host = {n: on_host(x[:count] if x.shape[0] == group.rows else x) for n, x in arrays.items()}
-    as_three = form is not None and form.lanes > 0
-
-    def team_of(channels: int, of: int = 0, *, normed: bool = True) -> row_teams.Team:
-        return own(channels, of, normed=normed and not as_three)
-
-    with mock.patch.object(row_teams, "team_of", team_of):
-        made = NORM_QUANT.mirror(problem_for(group, host, "mirror"), host)
+    made = NORM_QUANT.mirror(problem_for(group, host, "mirror"), host)
     return made["codes"], made["scales"]
 
 
@@ -252,7 +220,7 @@ def measure_quick(source: Path, seed: int) -> list[dict[str, Any]]:
         work = changed(NORM_QUANT.plan(problem), form, source, processors=1)
         made = {n: np.empty(r.shape, r.dtype) for n, r in problem.results.items()}
         interpret.run(work.plans[0], {**arrays, **made})
-        ok = equal((made["codes"], made["scales"]), mirror_of(QUICK, arrays, form))
+        ok = equal((made["codes"], made["scales"]), mirror_of(QUICK, arrays))
         rows.append(
             {"group": QUICK.name, "form": form.name, "ok": ok, "steps": work.plans[0].steps}
         )
@@ -260,8 +228,8 @@ def measure_quick(source: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def measure_compiled(group: Group, source: Path) -> list[dict[str, Any]]:
-    """Return what the compiler says of every form for a group."""
-    few = replace(group, rows=64)
+    """Return what the compiler says of every form for a group: its first rows, of several turns."""
+    few = replace(group, rows=min(group.rows, 2304))
     today = NORM_QUANT.plan(problem_for(few, operands(few, np, 0), "interpret"))
     works = {TODAY: today} | {form.name: changed(today, form, source) for form in FORMS[group.name]}
     rows = []
@@ -300,8 +268,8 @@ def measure(group: Group, source: Path, args: argparse.Namespace) -> list[dict[s
         if form is None:
             kept = tuple(x.copy() for x in made)
         ok = bool(form and form.without)
-        ok = ok or bool(group.activation) or equal(made, mirror_of(group, arrays, form))
-        if form and not (form.lanes or form.without):
+        ok = ok or bool(group.activation) or equal(made, mirror_of(group, arrays))
+        if form and not form.without:
             ok = ok and all(bool((x == y).all()) for x, y in zip(made, kept, strict=True))
         rows[name] = {"group": group.name, "form": name, "ok": ok, "bytes": moved, **facts}
         if ok:

@@ -4,7 +4,8 @@
 // Idea         Memory decides, so a row is read once and stays in registers until its codes are
 //              written. A team of lanes shares a row; a lane has CHUNKS runs of eight neighbouring
 //              channels. The factors of every channel are made once for several rows. The next row
-//              is on its way during the present one.
+//              is on its way during the present one: to registers, or to shared memory. The
+//              latter leaves room for more warps, if lanes have many numbers.
 // Differs from row_quant.cu, which takes numbers unchanged, and rows of any length.
 // Data flow    x -> mean, root mean square -> z -> y -> activation -> rotation -> largest
 //              magnitude -> codes. The lanes of a group that is rotated are in one warp, each
@@ -21,6 +22,7 @@
 #include "prims/instructions/griddepcontrol.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/warp.cuh"
+#include "prims/io/tile_io.cuh"
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
 struct NormQuantParams {
@@ -80,6 +82,11 @@ static_assert(
         (SETS * TURNED == CHUNKS && ACROSS * LANE_SPAN == CHANNELS && PART_GROUPS * ACROSS == PART),
     "a lane must have 32 numbers of a group that is rotated, the lanes of one warp all of it");
 
+using Access = Words<elem_t, VEC>;  // neighbouring elements of a row, as they are read
+constexpr int ACCESSES = HALVES * CHUNKS * RUN_ACCESSES;  // of a lane
+static_assert(
+    !NEXT_IN_SHARED || sizeof(Access) >= 4, "a copy to shared memory must have at least 4 bytes");
+
 constexpr bool AFFINE = WEIGHTED || MODULATED;
 // g and h are in shared memory, if it has room for them, and leave registers to more blocks.
 constexpr bool EACH_ROW = AFFINE && FACTORS_OF == FactorsOf::ROW;
@@ -97,6 +104,10 @@ struct SharedStorage {
   // Results of the warps for three reductions. Even and odd rows have separate places, so that a
   // warp that is ahead overwrites nothing that another has yet to read.
   uint32_t of_warp[2][3][NUM_WARPS];
+  // The next row of each team, if it waits here. A thread reads its own copies alone, hence no
+  // barrier.
+  Words<elem_t, NEXT_IN_SHARED ? VEC : 1> next[NEXT_IN_SHARED ? ACCESSES : 1]
+                                              [NEXT_IN_SHARED ? NUM_THREADS : 1];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -163,9 +174,10 @@ __device__ __forceinline__ uint32_t team_max(uint32_t x, uint32_t (&of_warp)[NUM
 // The runs of a lane in the order of memory. Past the last row it repeats, past its channels are
 // zeros.
 struct Loaded {
-  Words<elem_t, VEC> of[HALVES][CHUNKS][RUN_ACCESSES];
+  Access of[HALVES][CHUNKS][RUN_ACCESSES];
 
-  __device__ __forceinline__ void load(const NormQuantParams& p, int row) {
+  // Begins to read a row: into these registers, or into shared memory, from where take() moves it.
+  __device__ __forceinline__ void request(const NormQuantParams& p, SharedStorage& smem, int row) {
     const elem_t* X =
         static_cast<const elem_t*>(p.X) + min(row, p.rows - 1) * p.X_stride + channel_of(0);
 #pragma unroll
@@ -174,15 +186,41 @@ struct Loaded {
       for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
         for (int i = 0; i < RUN_ACCESSES; ++i) {
-          const int past = run_offset(a) + i * VEC;  // channels past the first of this lane
-          if (BLOCK_N != CHANNELS) of[half][a][i] = {};
-          if (has_channel(a, i * VEC))
-            of[half][a][i] =
-                *reinterpret_cast<const Words<elem_t, VEC>*>(X + half * CHANNELS + past);
+          if (BLOCK_N != CHANNELS && !NEXT_IN_SHARED) of[half][a][i] = {};
+          if (!has_channel(a, i * VEC)) continue;
+          const elem_t* from = X + half * CHANNELS + run_offset(a) + i * VEC;  // [VEC]
+          if constexpr (NEXT_IN_SHARED) {
+            cp_async<sizeof(Access)>(waiting(smem, half, a, i), from, true);
+          } else {
+            of[half][a][i] = *reinterpret_cast<const Access*>(from);
+          }
         }
+    if constexpr (NEXT_IN_SHARED) cp_async_commit_group();
+  }
+  // Moves the row that was requested to registers. Its place in shared memory is free then.
+  __device__ __forceinline__ void take(SharedStorage& smem) {
+    if constexpr (NEXT_IN_SHARED) {
+      cp_async_wait_group<0>();  // this thread's copies have arrived
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+        for (int a = 0; a < CHUNKS; ++a)
+#pragma unroll
+          for (int i = 0; i < RUN_ACCESSES; ++i) {
+            if (BLOCK_N != CHANNELS) of[half][a][i] = {};
+            if (has_channel(a, i * VEC))
+              of[half][a][i] = *static_cast<const Access*>(waiting(smem, half, a, i));
+          }
+    }
   }
   __device__ __forceinline__ float element(int half, int a, int j) const {
     return of[half][a][j / VEC].element(j % VEC);
+  }
+
+ private:
+  // The place of an access of this thread in shared memory.
+  static __device__ __forceinline__ void* waiting(SharedStorage& smem, int half, int a, int i) {
+    return &smem.next[(half * CHUNKS + a) * RUN_ACCESSES + i][thread_id()];
   }
 };
 
@@ -489,10 +527,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
 
   Affine affine;
   Loaded loaded;
-  loaded.load(p, row0);
+  loaded.request(p, smem, row0);
   for (int step = 0; step < p.steps; ++step) {
     const int row = row0 + step * BLOCK_M;
     if constexpr (AFFINE) affine.load(p, smem, row);
+    loaded.take(smem);
     Run x[CHUNKS];
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
@@ -505,7 +544,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
           x[a][j] = __fmul_rn(activated<ACTIVATION>(gate), up);  // N3
         }
       }
-    if (step + 1 < p.steps) loaded.load(p, row + BLOCK_M);
+    if (step + 1 < p.steps) loaded.request(p, smem, row + BLOCK_M);
 
     if constexpr (NORM == Norm::LAYER) centre(x, smem.of_warp[step % 2][0]);
     if constexpr (NORM != Norm::NONE) normalise(x, p.eps, smem.of_warp[step % 2][1]);

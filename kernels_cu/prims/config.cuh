@@ -117,6 +117,7 @@
 #define CFG_BY_EIGHT 1
 #define CFG_FACTORS 0
 #define CFG_BLOCKS_PER_SM 1
+#define CFG_NEXT_IN_SHARED 0
 #endif
 #ifndef CFG_PAIRED  // rows that lie in one tensor
 #define CFG_PAIRED 0
@@ -269,8 +270,9 @@ constexpr bool BY_EIGHT = CFG_BY_EIGHT;          // eight numbers of these vecto
 // or a row alone.
 enum class FactorsOf { TEAM, BLOCK, ROW };
 constexpr FactorsOf FACTORS_OF = FactorsOf(CFG_FACTORS);
-constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;  // thread blocks at a time
-constexpr bool PAIRED = CFG_PAIRED;               // a row continues in a second tensor
+constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;     // thread blocks at a time
+constexpr bool NEXT_IN_SHARED = CFG_NEXT_IN_SHARED;  // a team's next row is copied to shared memory
+constexpr bool PAIRED = CFG_PAIRED;                  // a row continues in a second tensor
 
 // storage types
 template <int CODE>

@@ -70,7 +70,7 @@ SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 #: The pass in front of a product.
 NORMED = {
     "NORM": 1, "WEIGHT": 0, "MODULATION": 0, "CHANNELS": 1024, "ROTATE": 0, "BY_ROW": 1,
-    "BY_EIGHT": 1, "FACTORS": 0, "BLOCKS_PER_SM": 1,
+    "BY_EIGHT": 1, "FACTORS": 0, "BLOCKS_PER_SM": 1, "NEXT_IN_SHARED": 0,
 }  # fmt: skip
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
@@ -415,6 +415,7 @@ BROKEN = [
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 48}, "ROTATE must divide CHANNELS"),
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BY_ROW": 0}, "a rotated row has one scale"),
     ("linear/norm_quant.cu", {**NORMED, "ROTATE": 64, "BLOCK_N": 2048}, "a lane must have 32 numb"),
+    ("linear/norm_quant.cu", {**NORMED, "NEXT_IN_SHARED": 1, "VEC": 1}, "a copy to shared memory"),
     (
         "linear/weight_blocks.cu",
         {"BLOCK_N": 100},

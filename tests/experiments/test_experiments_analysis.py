@@ -47,7 +47,7 @@ def test_forms_of_rotated_rows_make_the_mirrors_bits(
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == len(rotated_rows.QUICK_FORMS)
     assert all(row["ok"] and row["steps"] > 1 for row in rows)
-    assert "2 in shared memory, 2 teams x 1 blocks" in capsys.readouterr().out
+    assert "2 teams x 1 blocks, codes by the copy engine, rows by" in capsys.readouterr().out
     ones = np.ones((2, 8), np.int8)
     assert rotated_rows.equal((ones, ones), (ones[:1], ones[:1]))
     assert not rotated_rows.equal((ones, ones), (ones[:1], 0 * ones[:1]))

@@ -76,7 +76,9 @@ EXPECTED = {
                                  "tile": "uint8", **RINGS, "step": "int32", "K_scale": "float32",
                                  "V_scales": "uint8", "places": "uint8"},
     "merge/merge_partials.cu": {"weights": "float32"},
-    "linear/norm_quant.cu": {"affine": "float32", "part": "float32", "of_warp": "uint32"},
+    "linear/norm_quant.cu": {
+        "affine": "float32", "part": "float32", "of_warp": "uint32", "next": "uint8",
+    },
     "pruning/key_importance.cu": {"Q": "float16", "K": "float16", "M": "float32", "l": "float32"},
     "pruning/sm90/key_importance.cu": {
         "Q": "float16", "K": "float16", "K_sum": "float32", "of_warp": "float32",

@@ -101,6 +101,10 @@ CASES = {
     "rotated, factors of each row": case(
         3, 3072, dtype="bfloat16", norm="layer", rotate="hadamard", vectors=MODULATED, groups=3
     ),
+    "rotated, one warp of three sets": case(
+        3, 3072, dtype="bfloat16", norm="layer", rotate="hadamard",
+        vectors="scale:bfloat16 shift:bfloat16",
+    ),
     "rotated, five warps": case(2, 5120, norm="layer", rotate="hadamard", vectors=MODULATED),
     "rotated, idle lanes": case(
         3, 1792, dtype="bfloat16", norm="layer", rotate="hadamard", vectors="weight:bfloat16"

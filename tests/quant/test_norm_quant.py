@@ -13,18 +13,21 @@ from scipy.special import erf
 
 import cupyattn as ca
 from cupyattn import interpret
+from cupyattn.arrays.kinds import STORAGE
 from cupyattn.arrays.operand import Operand
 from cupyattn.bounds.norm_quant import norm_quant_error
 from cupyattn.compiler import modules as compiler
+from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.interpret import KernelFault
 from cupyattn.kernels.row_teams import MOST_CHANNELS
-from cupyattn.plans.norm_quant import VECTORS, plan_norm_quant
+from cupyattn.plans.norm_quant import VECTORS, NormQuantPlan, plan_norm_quant
 from cupyattn.quant import rotated
 from cupyattn.quant.rotation import GROUPS, group_of
 from cupyattn.reference.act_quant import quantize_rows
 from cupyattn.reference.norm_quant import norm_quant_exact, norm_quant_mirror
 from tests.faults.fault_patches import put_a_line_in_place
 from tests.quant.norm_quant_cases import ACTIVATED, CASES, WIDE, Case, dequantised, flat_vectors
+from tests.support.marks import slow_rows
 
 REGIMES = ("normal", "outlier channel", "constant rows", "subnormal", "zeros", "wide", "huge")
 
@@ -83,24 +86,41 @@ def test_the_widest_rows(name: str) -> None:
 
 
 def in_several_steps(
-    one: Case, steps: int, rows: int = 9, groups: int = 3
+    one: Case, steps: int, rows: int = 9, groups: int = 3, *, pad: int = 0, shared: bool = False
 ) -> tuple[Any, Any]:
-    """Return what teams that take so many of the rows make in the interpreter, and the mirror."""
+    """Return what teams that take so many of the rows make in the interpreter, and the mirror.
+
+    `pad` channels lie between rows of x. `shared`: whether next rows must wait in shared memory.
+    """
     one = dataclasses.replace(one, shape=(rows, one.shape[-1]), groups=groups)
-    arrays, how = one.arrays(), one.settled
+    arrays = with_padding(one.arrays(), pad)
+    plan = planned(one, arrays, steps)
+    assert plan.steps == steps
+    assert waits_in_shared(plan) or not shared
+    codes, scales = np.empty(one.shape, np.int8), np.empty((rows, 1), np.float32)
+    interpret.run(plan, arrays | {"codes": codes, "scales": scales})
+    return (codes, scales), norm_quant_mirror(arrays["x"], one.settled, flat_vectors(arrays))
+
+
+def with_padding(arrays: dict[str, npt.NDArray], pad: int) -> dict[str, npt.NDArray]:
+    x = arrays["x"]
+    return arrays | {"x": np.pad(x, ((0, 0), (0, pad)))[:, : x.shape[1]]}
+
+
+def planned(one: Case, arrays: dict[str, npt.NDArray], steps: int) -> NormQuantPlan:
     places = {name: Operand.of(x) for name, x in arrays.items()}
     vectors = tuple(places.get(name) for name in VECTORS)
     named = dict(one.vectors)
     types = named.get("weight", ""), named.get("scale", named.get("shift", ""))
-    plan = plan_norm_quant(places["x"], one.dtype, vectors, types, how, steps=steps)
-    assert plan.steps == steps
-    codes, scales = np.empty(one.shape, np.int8), np.empty((rows, 1), np.float32)
-    interpret.run(plan, arrays | {"codes": codes, "scales": scales})
-    return (codes, scales), norm_quant_mirror(arrays["x"], how, flat_vectors(arrays))
+    return plan_norm_quant(places["x"], one.dtype, vectors, types, one.settled, steps=steps)
+
+
+def waits_in_shared(plan: NormQuantPlan) -> bool:
+    return bool(dict(plan.launches[0].module.defines)["CFG_NEXT_IN_SHARED"])
 
 
 @pytest.mark.parametrize(
-    "name", ["layer, modulated", "rotated by 256", "layer, one warp", "codes alone"]
+    "name", ["layer, modulated", "rotated, five warps", "layer, one warp", "codes alone"]
 )
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
@@ -117,6 +137,24 @@ def test_teams_of_a_block_may_share_factors(name: str, rows: int, groups: int) -
     assert_bits(*in_several_steps(CASES[name], 3, rows, groups))
 
 
+@pytest.mark.parametrize(
+    ("name", "steps", "rows", "groups", "pad"),
+    [
+        ("rotated by 256", 2, 29, 1, 0), ("rotated by 256", 3, 36, 3, 0),
+        ("rotated by 256", 2, 26, 1, 2), ("rotated by 128", 3, 27, 1, 0),
+        ("rotated, factors of a block", 2, 32, 2, 0), ("rotated, idle lanes", 3, 19, 1, 4),
+        ("rotated, one warp of three sets", 3, 20, 1, 0),
+        ("rotated, one warp of three sets", 4, 16, 4, 0),
+        ("rotated, idle lanes of a warp", 2, 50, 1, 0),
+    ],
+)  # fmt: skip
+def test_the_next_row_may_wait_in_shared_memory(
+    name: str, steps: int, rows: int, groups: int, pad: int
+) -> None:
+    """Groups begin with a row that waits; last rows end in a block; accesses of 4 to 16 bytes."""
+    assert_bits(*in_several_steps(CASES[name], steps, rows, groups, pad=pad, shared=True))
+
+
 def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
     x = Operand.contiguous((4608, 3072), 2)
     how = "bfloat16", (None,) * 4, ("", ""), CASES["layer, one warp"].settled
@@ -129,8 +167,8 @@ def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
 @pytest.mark.parametrize(
     ("channels", "groups", "teams", "lanes", "factors"),
     [
-        (3072, 1, 2, 32, 1), (3072, 4608, 2, 32, 2), (3072, 512, 1, 32, 0), (1536, 2, 4, 16, 1),
-        (1536, 512, 2, 16, 0), (5120, 1, 2, 160, 1), (5120, 4608, 1, 160, 2),
+        (3072, 1, 6, 32, 1), (3072, 4608, 2, 32, 2), (3072, 512, 3, 32, 1), (3072, 576, 4, 32, 1),
+        (1536, 2, 12, 16, 1), (1536, 512, 2, 16, 0), (5120, 1, 2, 160, 1), (5120, 4608, 1, 160, 2),
         (5120, 512, 1, 160, 0),
     ],
 )  # fmt: skip
@@ -146,6 +184,42 @@ def test_teams_of_rotated_rows_share_factors_if_their_rows_do(
     assert defines["CFG_FACTORS"] == factors
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "channels", "groups", "pad", "shared"),
+    [
+        ("bfloat16", 4608, 3072, 1, 0, True), ("bfloat16", 1057, 3072, 1, 0, True),
+        ("bfloat16", 1056, 3072, 1, 0, False), ("bfloat16", 4608, 3072, 1, 1, False),
+        ("bfloat16", 4608, 3072, 1, 2, True), ("bfloat16", 7007, 3072, 7, 0, False),
+        ("bfloat16", 4608, 3072, 4608, 0, False), ("bfloat16", 4608, 5120, 1, 0, False),
+        ("bfloat16", 6144, 1792, 1, 0, True), ("float32", 4608, 3072, 1, 0, False),
+        ("float32", 4608, 3072, 0, 0, True),
+    ],
+    ids=lambda value: str(value),
+)  # fmt: skip
+def test_where_the_next_row_waits(
+    dtype: str, rows: int, channels: int, groups: int, pad: int, *, shared: bool
+) -> None:
+    """In registers if no team has one, if copies have 2 bytes, and if shared memory has no room."""
+    x = Operand.of(np.empty((rows, channels + pad), STORAGE[dtype])[:, :channels])
+    vector = Operand.contiguous((groups, channels), 2) if groups else None
+    types = "", "bfloat16" if groups else ""
+    how = CASES["layer, modulated"].settled._replace(rotate="hadamard")
+    plan = plan_norm_quant(x, dtype, (None, None, vector, vector), types, how)
+    assert waits_in_shared(plan) == shared
+
+
+def assert_blocks_fit(plan: NormQuantPlan, arch: str) -> None:
+    """A thread spills no registers, and a Hopper has room for as many blocks as are planned."""
+    (launch,) = plan.launches
+    binary = compiler.build(launch.module, arch)
+    taken = binary.kernels["norm_quant"]
+    assert taken.spill_stores == 0
+    blocks = dict(launch.module.defines)["CFG_BLOCKS_PER_SM"]
+    assert blocks * launch.block * taken.registers <= 65_536
+    assert blocks * (binary.smem_bytes + 1024) <= 227 * 1024
+    assert binary.smem_bytes <= shared_memory_of(arch)
+
+
 @pytest.mark.parametrize("rotate", [0, 1])
 @pytest.mark.parametrize("channels", [1536, 1792, 3072, 5120])
 def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
@@ -156,13 +230,26 @@ def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
         Operand.contiguous((4608, channels), 2), "bfloat16", (None, None, vector, vector),
         ("", "bfloat16"), how,
     )  # fmt: skip
-    (launch,) = plan.launches
-    binary = compiler.build(launch.module, "sm_90a")
-    taken = binary.kernels["norm_quant"]
-    assert taken.spill_stores == 0
-    blocks = dict(launch.module.defines)["CFG_BLOCKS_PER_SM"]
-    assert blocks * launch.block * taken.registers <= 65_536
-    assert blocks * (binary.smem_bytes + 1024) <= 227 * 1024
+    assert_blocks_fit(plan, "sm_90a")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
+@pytest.mark.parametrize(
+    ("name", "pad"),
+    [
+        ("rotated, one warp of three sets", 0),
+        *slow_rows((
+            ("rotated by 256", 0), ("rotated by 256", 2), ("rotated by 128", 0),
+            ("rotated, factors of a block", 0), ("rotated, idle lanes", 4),
+            ("rotated, idle lanes of a warp", 0),
+        )),
+    ],
+)  # fmt: skip
+def test_rows_beside_the_next_stay_in_registers(name: str, pad: int, arch: str) -> None:
+    one = dataclasses.replace(CASES[name], shape=(24, CASES[name].shape[-1]), groups=1)
+    plan = planned(one, with_padding(one.arrays(), pad), 2)
+    assert waits_in_shared(plan)
+    assert_blocks_fit(plan, arch)
 
 
 def test_strided_rows_and_vectors_are_read_where_they_lie() -> None:
@@ -255,8 +342,9 @@ def test_a_fault_breaks_the_bound(fault: str) -> None:
 
 # ---- mistakes of the kernel ----------------------------------------------------------------------
 
-#: A line of norm_quant.cu, what stands in its place, and the case that finds it.
-MISTAKES = {
+#: A line of norm_quant.cu, what stands in its place, and the case that finds it, with its rows and
+#: groups of rows unless they are nine and three.
+MISTAKES: dict[str, tuple[Any, ...]] = {
     "no barrier behind the sums": (
         "    team_sync();  // the sums of all warps are visible\n", "", "rotated, five warps",
     ),
@@ -277,15 +365,25 @@ MISTAKES = {
     "rows past the last are stored": ("    if (row >= p.rows) return;\n", "", "layer, one warp"),
     "no barrier before factors of a block": (
         "      __syncthreads();  // no team reads the factors of the group before\n", "",
-        "rotated, factors of a block",
+        "rotated, factors of a block", 12, 3,
     ),
     "no barrier behind factors of a block": (
         "      __syncthreads();  // the factors of all teams are visible\n", "",
-        "rotated, factors of a block",
+        "rotated, factors of a block", 12, 3,
     ),
     "no barrier between two rows": (
         "    if (set > 0 || TEAM_WARPS == 1) __syncwarp();  // the numbers before are read\n", "",
         "rotated by 128",
+    ),
+    "the next row is not waited for": (
+        "      cp_async_wait_group<0>();  // this thread's copies have arrived\n", "",
+        "rotated by 256", 36, 1,
+    ),
+    "the next row is copied over the present one": (
+        "    loaded.take(smem);\n",
+        "    if (step + 1 < p.steps) loaded.request(p, smem, row + BLOCK_M);\n"
+        "    loaded.take(smem);\n",
+        "rotated by 256", 36, 1,
     ),
     "no signs of halves of runs": ("a & 1 ? -order : order", "order", "rotated by 256"),
     "no signs of runs": ("x[3][j], sign)", "x[3][j])", "rotated by 128"),
@@ -298,11 +396,10 @@ def test_a_mistake_of_the_kernel_is_found(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interpreter finds hazards and writes past the end; the bits show the rest."""
-    line, instead, case_name = MISTAKES[name]
+    line, instead, case_name, *sizes = MISTAKES[name]
     put_a_line_in_place("linear/norm_quant.cu", line, instead, tmp_path, monkeypatch)
     try:
-        shared = "factors of a block" in case_name
-        found = in_several_steps(CASES[case_name], 3, *((12, 3) if shared else ()))
+        found = in_several_steps(CASES[case_name], 3, *sizes)
     except KernelFault:
         return
     with pytest.raises(AssertionError):
