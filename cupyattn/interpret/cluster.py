@@ -12,8 +12,7 @@ threads, ordered by barriers of their blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
 
 
-@dataclass
-class FarRead:
+class FarRead(NamedTuple):
     """Reads of other blocks' shared memory at one time, by granule."""
 
     time: int

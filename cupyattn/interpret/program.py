@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,8 +50,7 @@ class Segment(NamedTuple):
     steps: tuple[tuple[int, Step], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
+class Program(NamedTuple):
     """One kernel.
 
     Parameters

@@ -17,7 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """An operand in shared memory: the reader of its descriptor, and its layout."""
 
     descriptor: Read
@@ -110,8 +109,7 @@ class WarpgroupProduct:
         return self.product.columns, self.product.depth
 
 
-@dataclass(eq=False)
-class Product:
+class Product(NamedTuple):
     """One product of one warpgroup, under way."""
 
     form: WarpgroupProduct

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,8 +46,7 @@ _MOVES = (("load", "a"), ("load", "b"), ("load", "c"), ("store", "d"))
 ROW_ALIGNMENT = 16
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """One operand: its sizes, the registers of its fragment, and the elements of each lane.
 
     Parameters
