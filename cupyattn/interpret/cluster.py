@@ -80,7 +80,7 @@ class Clusters:
         if release:
             for block in distinct(index // machine.threads).tolist():
                 some = index[index // machine.threads == block]
-                view = machine.clocks.views(some).max(axis=0)
+                view = machine.clocks.joint_view(some)
                 self._views[block] = np.maximum(self._views.get(block, 0), view)
                 of_block = self._time[block * machine.threads : (block + 1) * machine.threads]
                 np.maximum(of_block, view[:-1], out=of_block)

@@ -107,6 +107,16 @@ class Clocks:
         view[row, thread] = self.now
         return view
 
+    def joint_view(self, lanes: Ints) -> Times:
+        """Return the maximum of the `views` of `lanes` of one block."""
+        thread, floor = lanes % self.threads, self.floor[lanes].max()
+        by_warp = np.full(self.threads // WARP, floor)
+        by_warp[thread // WARP] = np.maximum(floor, self.warp_floor[lanes])
+        view: Times = self._seen[lanes].max(axis=0)
+        np.maximum(view, np.append(by_warp.repeat(WARP), floor), out=view)
+        view[thread] = self.now
+        return view
+
     def saw_engine(self, lanes: Ints) -> Times:
         """Return the time up to which each of `lanes` comes after the copy engine."""
         seen: Times = self._seen[lanes, self.threads]
@@ -137,7 +147,7 @@ class Clocks:
 
     def meet(self, lanes: Ints) -> None:
         """Record that `lanes` of one block have met: each now knows what any of them knew."""
-        self.acquire(lanes, self.views(lanes).max(axis=0))
+        self.acquire(lanes, self.joint_view(lanes))
 
     def acquire(self, lanes: Ints, view: Times) -> None:
         """Order `lanes` after the accesses in the published `views`."""

@@ -116,12 +116,11 @@ def program(ptx: str, entry: str) -> Program:
     ValueError
         If it has no such entry point.
     """
-    with _collector_paused():
-        module = _parsed(ptx)
-        if entry not in module.kernels:
-            known = ", ".join(module.kernels) or "none at all"
-            raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
-        return _prepared(module, module.kernels[entry])
+    module = _parsed(ptx)
+    if entry not in module.kernels:
+        known = ", ".join(module.kernels) or "none at all"
+        raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
+    return _prepared(module, module.kernels[entry])
 
 
 @contextlib.contextmanager
@@ -129,7 +128,8 @@ def _collector_paused() -> Iterator[None]:
     """Pause the garbage collector.
 
     A program has tens of thousands of live objects. Their number triggers collections, which find
-    no garbage and take as long as the preparation itself.
+    no garbage and take as long as the preparation itself. Afterwards the objects count as old:
+    otherwise the next collection visits them all.
     """
     running = gc.isenabled()
     gc.disable()
@@ -138,8 +138,12 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if running:
             gc.enable()
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # to the oldest generation
 
 
+@_collector_paused()
 def _prepared(module: Module, kernel: Kernel) -> Program:
     held = wgmma.registers_of(kernel.instructions)
     named = list(map(registers.indices, kernel.instructions))
@@ -174,6 +178,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
 
 
 @functools.lru_cache(maxsize=8)
+@_collector_paused()
 def _parsed(ptx: str) -> Module:
     """Parse a text once for all of its kernels, which are mostly launched one after the other."""
     return parse(ptx)
@@ -181,8 +186,7 @@ def _parsed(ptx: str) -> Module:
 
 def entry_points(ptx: str) -> tuple[str, ...]:
     """Return the names of the kernels of a PTX text."""
-    with _collector_paused():
-        return tuple(_parsed(ptx).kernels)
+    return tuple(_parsed(ptx).kernels)
 
 
 def target_of(ptx: str) -> str:
