@@ -10,7 +10,7 @@ import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from cupyattn.kernels.limits import SCALE_MIN, as_float
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """Facts about sequences packed without padding, known before their offsets are read.
 
     Parameters
@@ -39,8 +38,7 @@ class Packed:
     bottom_right: bool
 
 
-@dataclass(frozen=True)
-class Padded:
+class Padded(NamedTuple):
     """The arrays with the number of valid rows of padded batch entries, and the limits from them.
 
     Parameters
