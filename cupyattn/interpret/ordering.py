@@ -77,13 +77,17 @@ class Clocks:
 
     def ordered(self, lanes: Ints, others: Ints, times: Times) -> Bools:
         """Return whether accesses of `others` at `times` are ordered before `lanes` now."""
-        before: Bools = times <= self.floor[lanes]
+        engine = others < ENGINE // 2
+        before: Bools
+        if engine.all():  # tiles were copied
+            before = times <= self.saw_engine(lanes)
+            return before
+        before = times <= self.floor[lanes]
         if not before.all():
             before |= lanes == others
             before |= (lanes // WARP == others // WARP) & (times <= self.warp_floor[lanes])
             before |= times <= self._seen[lanes, others % self.threads]
         foreign = lanes // self.threads != others // self.threads
-        engine = others < ENGINE // 2
         if foreign.any():
             before[foreign] = False
             foreign &= ~engine
@@ -91,7 +95,7 @@ class Clocks:
                 self, lanes[foreign], others[foreign], times[foreign]
             )
         if engine.any():
-            before[engine] = times[engine] <= self._seen[lanes[engine], self.threads]
+            before[engine] = times[engine] <= self.saw_engine(lanes[engine])
         return before
 
     def views(self, lanes: Ints) -> Times:

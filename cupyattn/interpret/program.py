@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+from cupyattn.collector import collector_paused
 from cupyattn.interpret import (  # noqa: F401  they fill the table
     access,
     bulk,
@@ -123,27 +122,7 @@ def program(ptx: str, entry: str) -> Program:
     return _prepared(module, module.kernels[entry])
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector.
-
-    A program has tens of thousands of live objects. Their number triggers collections, which find
-    no garbage and take as long as the preparation itself. Afterwards the objects count as old:
-    otherwise the next collection visits them all.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()  # to the oldest generation
-
-
-@_collector_paused()
+@collector_paused()
 def _prepared(module: Module, kernel: Kernel) -> Program:
     held = wgmma.registers_of(kernel.instructions)
     named = list(map(registers.indices, kernel.instructions))
@@ -178,7 +157,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
 
 
 @functools.lru_cache(maxsize=8)
-@_collector_paused()
+@collector_paused()
 def _parsed(ptx: str) -> Module:
     """Parse a text once for all of its kernels, which are mostly launched one after the other."""
     return parse(ptx)

@@ -225,6 +225,7 @@ class Warpgroups:
         # Times for each lane: of the last change by a thread, and of the last read.
         self._changed = np.zeros((rows, machine.size), np.int64)
         self._read = np.zeros((rows, machine.size), np.int64)
+        self._touched = np.zeros(warps, np.int64)  # the latest of these times of each warp
         # By first warp: the number of the last form that used a register, -1 for none, and when.
         self._last_form = np.full((rows, warps), -1)
         self._last_use = np.zeros((rows, warps), np.int64)
@@ -248,6 +249,7 @@ class Warpgroups:
                     f"{self._name(index)} is used while a wgmma that holds it is not waited for"
                 )
                 machine.report("in flight", message, machine.lane, bad)
+        self._touched[lanes.warps] = machine.clocks.now
         for index in used:
             times = self._changed if index in changed else self._read
             times[rows[index]][lanes.index] = machine.clocks.now
@@ -299,10 +301,27 @@ class Warpgroups:
 
     def _check_fence(self, form: _Form, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
-        machine = self._machine
-        lanes = slice(warp * WARP, (warp + GROUP) * WARP)
-        own = machine.lane[lanes]
-        fenced = np.repeat(self._fenced[warp : warp + GROUP], WARP)
+        machine, warps = self._machine, slice(warp, warp + GROUP)
+        own = machine.lane[warp * WARP : (warp + GROUP) * WARP]
+        fenced = np.repeat(self._fenced[warps], WARP)
+        if (self._touched[warps] > self._fenced[warps]).any():
+            self._check_touched(form, own, fenced)
+        if (none := fenced == 0).any():
+            message = "no wgmma.fence stands before the first wgmma of a warpgroup"
+            machine.report("race", message, own, none)
+        last = self._last_form[form.rows, warp]
+        for number in set(last[last >= 0].tolist()):
+            before = self._numbered[number]
+            conflicts = form.conflicts(before)
+            for row in np.flatnonzero(last == number).tolist() if conflicts else ():
+                if form.registers[row] in conflicts:
+                    self._check_last_use(form, before, row, own, fenced)
+        self._last_form[form.rows, warp] = form.number
+        self._last_use[form.rows, warp] = machine.clocks.now
+
+    def _check_touched(self, form: _Form, own: Ints, fenced: Ints) -> None:
+        """Report a register that the lanes changed or read after their last fence."""
+        machine, lanes = self._machine, slice(own[0], own[-1] + 1)
         late = self._changed[form.rows, lanes] > fenced
         if late.any():
             row = int(late.any(axis=1).argmax())
@@ -318,18 +337,6 @@ class Warpgroups:
                 "product that writes it"
             )
             machine.report("race", message, own, late[row])
-        if (none := fenced == 0).any():
-            message = "no wgmma.fence stands before the first wgmma of a warpgroup"
-            machine.report("race", message, own, none)
-        last = self._last_form[form.rows, warp]
-        for number in set(last[last >= 0].tolist()):
-            before = self._numbered[number]
-            conflicts = form.conflicts(before)
-            for row in np.flatnonzero(last == number).tolist() if conflicts else ():
-                if form.registers[row] in conflicts:
-                    self._check_last_use(form, before, row, own, fenced)
-        self._last_form[form.rows, warp] = form.number
-        self._last_use[form.rows, warp] = machine.clocks.now
 
     def _check_last_use(
         self, form: _Form, before: _Form, row: int, own: Ints, fenced: Ints
