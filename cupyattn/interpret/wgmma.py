@@ -225,7 +225,8 @@ class Warpgroups:
         # Times for each lane: of the last change by a thread, and of the last read.
         self._changed = np.zeros((rows, machine.size), np.int64)
         self._read = np.zeros((rows, machine.size), np.int64)
-        self._touched = np.zeros(warps, np.int64)  # the latest of these times of each warp
+        # By warp: the latest of these times.
+        self._touched = np.zeros(warps, np.int64)
         # By first warp: the number of the last form that used a register, -1 for none, and when.
         self._last_form = np.full((rows, warps), -1)
         self._last_use = np.zeros((rows, warps), np.int64)
