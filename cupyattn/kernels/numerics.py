@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 #: Unit roundoff of each storage type: half the distance from 1 to the next number.
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -41,7 +41,8 @@ MOST_PIECES = 16
 P_CODE_ONE = {"u8": 255.0, "s8": 127.0, "e4m3": 448.0}
 
 
-class Shifts(NamedTuple):
+@dataclass(frozen=True)
+class Shifts:
     """R4 to R6 of the kernels whose O is an integer: the values of their constants.
 
     Defaults are the constants of ``sm90/attn_fa_int8_pv8.cu``. `WHOLE` has the constants of
