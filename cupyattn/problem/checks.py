@@ -10,7 +10,7 @@ import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from cupyattn.kernels.limits import SCALE_MIN, as_float
 _NAMES = {dtype: name for name, dtype in STORAGE.items()}
 
 
-class Packed(NamedTuple):
+@dataclass(frozen=True)
+class Packed:
     """Facts about sequences packed without padding, known before their offsets are read.
 
     Parameters
@@ -38,7 +39,8 @@ class Packed(NamedTuple):
     bottom_right: bool
 
 
-class Padded(NamedTuple):
+@dataclass(frozen=True)
+class Padded:
     """The arrays with the number of valid rows of padded batch entries, and the limits from them.
 
     Parameters
