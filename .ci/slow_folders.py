@@ -21,6 +21,7 @@ KERNELS = (
 #: Where packages and modules are tested that have no folder of their name.
 ELSEWHERE = {
     "arrays": ("interop", "problem"),
+    "collector": ("interpret",),
     "compiler": KERNELS,
     "distributions": ("problem",),
     "errors": ("problem",),

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cupyattn.collector import collector_paused
+
 #: Function of `importlib` that asks a package for each name of ``from package import name``. It
 #: drops an AttributeError, and the ImportError that follows has another message.
 _IMPORTING = "_handle_fromlist"
@@ -58,6 +60,11 @@ MOVED = {
 }
 
 
+@collector_paused()
+def _imported(module: str) -> Any:
+    return importlib.import_module(module)
+
+
 def lazy_face(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -78,9 +85,9 @@ def lazy_face(
 
     def get(name: str) -> Any:
         if name in home_of:
-            value = getattr(importlib.import_module(home_of[name]), name)
+            value = getattr(_imported(home_of[name]), name)
         elif name in modules:
-            value = importlib.import_module(f"{package}.{name}")
+            value = _imported(f"{package}.{name}")
         elif name in RENAMED or name in MOVED or name in sys.modules["cupyattn"].__all__:
             errors = importlib.import_module("cupyattn.errors")
             imported = sys._getframe(1).f_code.co_name == _IMPORTING

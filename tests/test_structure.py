@@ -29,7 +29,7 @@ PYTHON = sorted(PACKAGE.rglob("*.py"))
 #: Which package may import which: one imports what stands above it, never what stands below or
 #: beside it (on the same line). README.md and docs/DESIGN.md show the same list.
 HOUSE: tuple[tuple[str, ...], ...] = (
-    ("errors", "files", "switches", "version"),
+    ("errors", "files", "switches", "version", "collector"),
     ("lazy_face",),
     ("arrays",),
     ("distributions", "kernels"),
@@ -52,16 +52,16 @@ HOUSE: tuple[tuple[str, ...], ...] = (
 )
 #: Files that are in no folder.
 FLAT = {
-    "errors", "files", "switches", "version", "lazy_face", "unfused", "distributions",
-    "strategies", "__main__",
+    "errors", "files", "switches", "version", "collector", "lazy_face", "unfused",
+    "distributions", "strategies", "__main__",
 }  # fmt: skip
 #: Packages whose public names are defined elsewhere: their faces import at first use, and name
 #: modules below them for type checkers only.
 FACES = {"quant", "interpret"}
 #: Take the array namespace from their arguments, or know no arrays at all: never import CuPy.
 NO_CUPY = {
-    "errors", "files", "switches", "lazy_face", "distributions", "kernels", "quant", "problem",
-    "reference", "plans", "bounds", "gradients", "testing", "strategies", "interpret",
+    "errors", "files", "switches", "collector", "lazy_face", "distributions", "kernels", "quant",
+    "problem", "reference", "plans", "bounds", "gradients", "testing", "strategies", "interpret",
 }  # fmt: skip
 #: Installed only with an extra: nothing in the core may need one to be imported.
 EXTRAS = ("cupy", "torch", "jax", "diffusers", "matplotlib", "rich", "hypothesis", "pytest")
@@ -201,7 +201,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 @pytest.mark.parametrize("package", ["cupyattn", *sorted(FACES)])
 def test_importing_a_face_imports_no_module_of_it(package: str) -> None:
     full = package if package == "cupyattn" else f"cupyattn.{package}"
-    ground = {"cupyattn", "cupyattn.version", "cupyattn.lazy_face", full}
+    ground = {"cupyattn", *(f"cupyattn.{x}" for x in ("version", "collector", "lazy_face")), full}
     script = (
         f"import sys, {full}; own = {{n for n in sys.modules if n.startswith('cupyattn')}}; "
         f"own -= {ground}; sys.exit(repr(own) if own else 0)"

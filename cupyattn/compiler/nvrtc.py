@@ -13,9 +13,9 @@ import importlib.util
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from cupyattn.errors import UnsupportedError
 
@@ -53,8 +53,7 @@ class NvrtcError(RuntimeError):
         self.log = log
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Result of one compilation: PTX text, a whole cubin, and the compiler's log."""
 
     ptx: str

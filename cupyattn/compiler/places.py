@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Characters of each link's path. A folder whose path is longer keeps the placeholder in machine
 #: code, where only profilers look for it.
@@ -20,8 +20,7 @@ LENGTH = 200
 NAMES = ("kernels", "source", "headers")
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """The folders that one compilation reads.
 
     Parameters

@@ -10,8 +10,8 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from cupyattn.compiler import disk_cache
 from cupyattn.compiler.includes import headers_reached
@@ -21,8 +21,7 @@ from cupyattn.compiler.ptxas import parse_resources
 from cupyattn.switches import is_on
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The input of one compilation.
 
     Parameters

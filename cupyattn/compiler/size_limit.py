@@ -15,7 +15,6 @@ import os
 import re
 import stat
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,8 +53,7 @@ _UNITS = {"": 1, "b": 1} | {
 _log = logging.getLogger("cupyattn")
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """The bytes that the cache may hold (None: any number), and where that is said."""
 
     bytes: int | None

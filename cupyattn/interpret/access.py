@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -308,8 +307,7 @@ def atomic(inst: Instruction) -> Execute | None:
 # ---- copies in the background --------------------------------------------------------------------
 
 
-@dataclass
-class Copy:
+class Copy(NamedTuple):
     """A ``cp.async`` in flight: source and destination of each lane."""
 
     lanes: Ints

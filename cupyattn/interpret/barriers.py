@@ -145,7 +145,7 @@ class Barriers:
         if not everybody:  # their earlier accesses become ordered before the waiting lanes
             for block in blocks:
                 some = lanes.index[lanes.index // machine.threads == block]
-                view = machine.clocks.views(some).max(axis=0)
+                view = machine.clocks.joint_view(some)
                 barrier.views[int(block)] = np.maximum(barrier.views.get(int(block), 0), view)
         if not wait:
             machine.go(following, lanes)

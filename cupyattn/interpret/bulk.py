@@ -8,8 +8,7 @@ after a thread waited for the group of the copy. Nothing happens before these wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
 TENSOR_MAP_MARK = 0x7465_6E73_6F72_6D61
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """The array that a tensor map describes.
 
     Parameters
@@ -88,7 +86,7 @@ class Tensor:
         This was observed on an H200; copies the other way end with the last column.
         """
         chunk = 16 // self.itemsize
-        return replace(self, shape=(*self.shape[:-1], -(-self.shape[-1] // chunk) * chunk))
+        return self._replace(shape=(*self.shape[:-1], -(-self.shape[-1] // chunk) * chunk))
 
     @property
     def box_bytes(self) -> int:
@@ -96,8 +94,7 @@ class Tensor:
         return int(np.prod(self.box)) * self.itemsize
 
 
-@dataclass
-class Store:
+class Store(NamedTuple):
     """A copy out of shared memory under way, in the group of the lane that began it."""
 
     lane: int

@@ -12,8 +12,7 @@ threads, ordered by barriers of their blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -30,8 +29,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
 
 
-@dataclass
-class FarRead:
+class FarRead(NamedTuple):
     """Reads of other blocks' shared memory at one time, by granule."""
 
     time: int
@@ -82,7 +80,7 @@ class Clusters:
         if release:
             for block in distinct(index // machine.threads).tolist():
                 some = index[index // machine.threads == block]
-                view = machine.clocks.views(some).max(axis=0)
+                view = machine.clocks.joint_view(some)
                 self._views[block] = np.maximum(self._views.get(block, 0), view)
                 of_block = self._time[block * machine.threads : (block + 1) * machine.threads]
                 np.maximum(of_block, view[:-1], out=of_block)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cupyattn.arrays.kinds import Array
 from cupyattn.interpret.operation import DTYPES, Evaluate
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 
 class Format(NamedTuple):
@@ -194,6 +196,12 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     return product, np.add(lost, np.multiply(a_low, b_low))
 
 
+def _fraction(x: float) -> Fraction:
+    from fractions import Fraction  # here, because few kernels compute in float64
+
+    return Fraction(x)
+
+
 def _as_float(exact: Fraction) -> float:
     try:
         return float(exact)
@@ -220,7 +228,7 @@ def fma64(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
     rare = finite & np.isfinite(c) & ~safe & np.not_equal(a, 0) & np.not_equal(b, 0)
     for index in zip(*np.nonzero(np.atleast_1d(rare)), strict=True):
         lanes = (np.broadcast_to(lane, rare.shape or (1,))[index] for lane in (a, b, c))
-        x, y, z = (Fraction(float(lane)) for lane in lanes)
+        x, y, z = (_fraction(float(lane)) for lane in lanes)
         if x * y + z:  # else the plain sum has the sign of zero right
             np.atleast_1d(nearest)[index] = _as_float(x * y + z)
     return directed64(nearest, lambda r, x, y, z: x * y + z - r, rounding, a, b, c)
@@ -253,6 +261,6 @@ def directed64(
             if math.isinf(result):  # an overflow: the exact result is finite
                 side[index] = -1 if result > 0 else 1
             else:
-                exactly = excess(Fraction(result), *map(Fraction, values))
+                exactly = excess(_fraction(result), *map(_fraction, values))
                 side[index] = (exactly > 0) - (exactly < 0)
     return adjust(nearest, side, rounding)

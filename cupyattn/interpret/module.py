@@ -46,30 +46,26 @@ class Register:
     index: int
 
 
-@dataclass(frozen=True)
-class Immediate:
+class Immediate(NamedTuple):
     """A number: an integer as written, or the bit pattern of a float (`kind` f32 or f64)."""
 
     bits: int
     kind: str
 
 
-@dataclass(frozen=True)
-class Special:
+class Special(NamedTuple):
     """A special register such as ``%tid.x``, or the constant ``WARP_SZ``."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class Symbol:
+class Symbol(NamedTuple):
     """A variable or parameter; as an operand, its address."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """``[base+offset]``, for tensor copies ``[base, {coordinates}]``; ``name+8`` is one as well."""
 
     base: Register | Symbol | Immediate
@@ -77,22 +73,19 @@ class Address:
     coordinates: tuple[Operand, ...] = ()
 
 
-@dataclass(frozen=True)
-class Vector:
+class Vector(NamedTuple):
     """``{a, b, ...}``."""
 
     items: tuple[Operand, ...]
 
 
-@dataclass(frozen=True)
-class Negated:
+class Negated(NamedTuple):
     """The predicate operand ``!%p1``."""
 
     register: Register
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two results of one instruction, ``%r1|%p1``."""
 
     first: Operand
@@ -186,8 +179,7 @@ class Parameter(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, eq=False)
-class Kernel:
+class Kernel(NamedTuple):
     """A kernel: one ``.entry``.
 
     Parameters
@@ -230,8 +222,7 @@ class Kernel:
     max_registers: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Module:
+class Module(NamedTuple):
     """One PTX text: ISA version, architecture, kernels, variables, source files by number."""
 
     version: str

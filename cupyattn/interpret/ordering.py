@@ -77,13 +77,17 @@ class Clocks:
 
     def ordered(self, lanes: Ints, others: Ints, times: Times) -> Bools:
         """Return whether accesses of `others` at `times` are ordered before `lanes` now."""
-        before: Bools = times <= self.floor[lanes]
+        engine = others < ENGINE // 2
+        before: Bools
+        if engine.all():  # tiles were copied
+            before = times <= self.saw_engine(lanes)
+            return before
+        before = times <= self.floor[lanes]
         if not before.all():
             before |= lanes == others
             before |= (lanes // WARP == others // WARP) & (times <= self.warp_floor[lanes])
             before |= times <= self._seen[lanes, others % self.threads]
         foreign = lanes // self.threads != others // self.threads
-        engine = others < ENGINE // 2
         if foreign.any():
             before[foreign] = False
             foreign &= ~engine
@@ -91,7 +95,7 @@ class Clocks:
                 self, lanes[foreign], others[foreign], times[foreign]
             )
         if engine.any():
-            before[engine] = times[engine] <= self._seen[lanes[engine], self.threads]
+            before[engine] = times[engine] <= self.saw_engine(lanes[engine])
         return before
 
     def views(self, lanes: Ints) -> Times:
@@ -105,6 +109,16 @@ class Clocks:
         own = view[row[:, None], warp]
         view[row[:, None], warp] = np.maximum(own, self.warp_floor[lanes, None])
         view[row, thread] = self.now
+        return view
+
+    def joint_view(self, lanes: Ints) -> Times:
+        """Return the maximum of the `views` of `lanes` of one block."""
+        thread, floor = lanes % self.threads, self.floor[lanes].max()
+        by_warp = np.full(self.threads // WARP, floor)
+        by_warp[thread // WARP] = np.maximum(floor, self.warp_floor[lanes])
+        view: Times = self._seen[lanes].max(axis=0)
+        np.maximum(view, np.append(by_warp.repeat(WARP), floor), out=view)
+        view[thread] = self.now
         return view
 
     def saw_engine(self, lanes: Ints) -> Times:
@@ -137,7 +151,7 @@ class Clocks:
 
     def meet(self, lanes: Ints) -> None:
         """Record that `lanes` of one block have met: each now knows what any of them knew."""
-        self.acquire(lanes, self.views(lanes).max(axis=0))
+        self.acquire(lanes, self.joint_view(lanes))
 
     def acquire(self, lanes: Ints, view: Times) -> None:
         """Order `lanes` after the accesses in the published `views`."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from cupyattn.collector import collector_paused
 from cupyattn.interpret import (  # noqa: F401  they fill the table
     access,
     bulk,
@@ -51,8 +49,7 @@ class Segment(NamedTuple):
     steps: tuple[tuple[int, Step], ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
+class Program(NamedTuple):
     """One kernel.
 
     Parameters
@@ -118,30 +115,14 @@ def program(ptx: str, entry: str) -> Program:
     ValueError
         If it has no such entry point.
     """
-    with _collector_paused():
-        module = _parsed(ptx)
-        if entry not in module.kernels:
-            known = ", ".join(module.kernels) or "none at all"
-            raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
-        return _prepared(module, module.kernels[entry])
+    module = _parsed(ptx)
+    if entry not in module.kernels:
+        known = ", ".join(module.kernels) or "none at all"
+        raise ValueError(f"the PTX has no entry point {entry!r}, only {known}")
+    return _prepared(module, module.kernels[entry])
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause the garbage collector.
-
-    A program has tens of thousands of live objects. Their number triggers collections, which find
-    no garbage and take as long as the preparation itself.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
-
-
+@collector_paused()
 def _prepared(module: Module, kernel: Kernel) -> Program:
     held = wgmma.registers_of(kernel.instructions)
     named = list(map(registers.indices, kernel.instructions))
@@ -176,6 +157,7 @@ def _prepared(module: Module, kernel: Kernel) -> Program:
 
 
 @functools.lru_cache(maxsize=8)
+@collector_paused()
 def _parsed(ptx: str) -> Module:
     """Parse a text once for all of its kernels, which are mostly launched one after the other."""
     return parse(ptx)
@@ -183,8 +165,7 @@ def _parsed(ptx: str) -> Module:
 
 def entry_points(ptx: str) -> tuple[str, ...]:
     """Return the names of the kernels of a PTX text."""
-    with _collector_paused():
-        return tuple(_parsed(ptx).kernels)
+    return tuple(_parsed(ptx).kernels)
 
 
 def target_of(ptx: str) -> str:

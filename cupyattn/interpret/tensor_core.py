@@ -21,8 +21,8 @@ the difference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -83,8 +83,7 @@ def elements(registers: Array, kind: str) -> Array:
 # ---- fragments -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Layout of the elements of a matrix in the registers of a warp.
 
     Parameters
@@ -199,8 +198,7 @@ def _cut(total: Array) -> Array:
     return result
 
 
-@dataclass(frozen=True)
-class Accumulator:
+class Accumulator(NamedTuple):
     """Adds sums of products to C, and stores the result as D, in warps' registers.
 
     Parameters
@@ -241,8 +239,7 @@ def accumulator(c_type: str, d_type: str, saturates: bool, columns: int = 8) -> 
     return Accumulator(c_type, d_type, saturates, c, d)
 
 
-@dataclass(frozen=True)
-class Mma:
+class Mma(NamedTuple):
     """A form of ``mma.sync``: its types, and the fragments of its operands."""
 
     a_type: str

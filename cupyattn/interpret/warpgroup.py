@@ -6,7 +6,6 @@ group holds rows ``16 w`` to ``16 w + 15``, as fragments of `cupyattn.interpret.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -147,8 +146,7 @@ def operand_granules(
 # ---- products ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Wgmma:
+class Wgmma(NamedTuple):
     """A form of ``wgmma.mma_async``: D [64, columns] = A [64, depth] B [depth, columns] + C."""
 
     columns: int

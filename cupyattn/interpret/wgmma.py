@@ -17,7 +17,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
     from cupyattn.interpret.machine import Machine
 
 
-@dataclass(frozen=True)
-class Shared:
+class Shared(NamedTuple):
     """An operand in shared memory: the reader of its descriptor, and its layout."""
 
     descriptor: Read
@@ -110,8 +109,7 @@ class WarpgroupProduct:
         return self.product.columns, self.product.depth
 
 
-@dataclass(eq=False)
-class Product:
+class Product(NamedTuple):
     """One product of one warpgroup, under way."""
 
     form: WarpgroupProduct
@@ -227,6 +225,8 @@ class Warpgroups:
         # Times for each lane: of the last change by a thread, and of the last read.
         self._changed = np.zeros((rows, machine.size), np.int64)
         self._read = np.zeros((rows, machine.size), np.int64)
+        # By warp: the latest of these times.
+        self._touched = np.zeros(warps, np.int64)
         # By first warp: the number of the last form that used a register, -1 for none, and when.
         self._last_form = np.full((rows, warps), -1)
         self._last_use = np.zeros((rows, warps), np.int64)
@@ -250,6 +250,7 @@ class Warpgroups:
                     f"{self._name(index)} is used while a wgmma that holds it is not waited for"
                 )
                 machine.report("in flight", message, machine.lane, bad)
+        self._touched[lanes.warps] = machine.clocks.now
         for index in used:
             times = self._changed if index in changed else self._read
             times[rows[index]][lanes.index] = machine.clocks.now
@@ -301,10 +302,27 @@ class Warpgroups:
 
     def _check_fence(self, form: _Form, warp: int) -> None:
         """Report a product without the ``wgmma.fence`` that its registers need."""
-        machine = self._machine
-        lanes = slice(warp * WARP, (warp + GROUP) * WARP)
-        own = machine.lane[lanes]
-        fenced = np.repeat(self._fenced[warp : warp + GROUP], WARP)
+        machine, warps = self._machine, slice(warp, warp + GROUP)
+        own = machine.lane[warp * WARP : (warp + GROUP) * WARP]
+        fenced = np.repeat(self._fenced[warps], WARP)
+        if (self._touched[warps] > self._fenced[warps]).any():
+            self._check_touched(form, own, fenced)
+        if (none := fenced == 0).any():
+            message = "no wgmma.fence stands before the first wgmma of a warpgroup"
+            machine.report("race", message, own, none)
+        last = self._last_form[form.rows, warp]
+        for number in set(last[last >= 0].tolist()):
+            before = self._numbered[number]
+            conflicts = form.conflicts(before)
+            for row in np.flatnonzero(last == number).tolist() if conflicts else ():
+                if form.registers[row] in conflicts:
+                    self._check_last_use(form, before, row, own, fenced)
+        self._last_form[form.rows, warp] = form.number
+        self._last_use[form.rows, warp] = machine.clocks.now
+
+    def _check_touched(self, form: _Form, own: Ints, fenced: Ints) -> None:
+        """Report a register that the lanes changed or read after their last fence."""
+        machine, lanes = self._machine, slice(own[0], own[-1] + 1)
         late = self._changed[form.rows, lanes] > fenced
         if late.any():
             row = int(late.any(axis=1).argmax())
@@ -320,18 +338,6 @@ class Warpgroups:
                 "product that writes it"
             )
             machine.report("race", message, own, late[row])
-        if (none := fenced == 0).any():
-            message = "no wgmma.fence stands before the first wgmma of a warpgroup"
-            machine.report("race", message, own, none)
-        last = self._last_form[form.rows, warp]
-        for number in set(last[last >= 0].tolist()):
-            before = self._numbered[number]
-            conflicts = form.conflicts(before)
-            for row in np.flatnonzero(last == number).tolist() if conflicts else ():
-                if form.registers[row] in conflicts:
-                    self._check_last_use(form, before, row, own, fenced)
-        self._last_form[form.rows, warp] = form.number
-        self._last_use[form.rows, warp] = machine.clocks.now
 
     def _check_last_use(
         self, form: _Form, before: _Form, row: int, own: Ints, fenced: Ints

@@ -12,8 +12,7 @@ a warp's own loads and stores of fragments keep their order.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,6 +34,7 @@ from cupyattn.interpret.warp import fragment_reader, fragment_writer
 if TYPE_CHECKING:
     from cupyattn.interpret.lanes import Lanes
     from cupyattn.interpret.machine import Machine
+    from cupyattn.interpret.memory import Space
 
 #: Types of A and B by the shapes that they have.
 _SHAPES = {
@@ -47,8 +47,7 @@ _MOVES = (("load", "a"), ("load", "b"), ("load", "c"), ("store", "d"))
 ROW_ALIGNMENT = 16
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """One operand: its sizes, the registers of its fragment, and the elements of each lane.
 
     Parameters
@@ -179,6 +178,17 @@ def _places(inst: Instruction, move: _Move, at: int) -> Callable[[Machine, Lanes
     return places
 
 
+def _parts(
+    machine: Machine, lanes: Lanes, move: _Move, address: Ints, direction: str
+) -> Iterator[tuple[Space, Ints, Ints | slice, Ints]]:
+    """Yield the memories of all elements, and where, which elements and for which lanes."""
+    who = np.repeat(lanes.warps * WARP, WARP * address.shape[-1])
+    unit = move.matrix.bits // 8
+    for memory, within, some in machine.space(move.space, address.ravel(), direction, unit):
+        part = slice(None) if some is None else some
+        yield memory, within, part, who[part]
+
+
 def _load(inst: Instruction, move: _Move) -> Step | None:
     matrix, unit = move.matrix, move.matrix.bits // 8
     places, write = _places(inst, move, 1), fragment_writer(inst.operands[0])
@@ -188,11 +198,9 @@ def _load(inst: Instruction, move: _Move) -> Step | None:
     def execute(machine: Machine, lanes: Lanes) -> None:
         address = places(machine, lanes)
         count = address.shape[-1]
-        who = np.repeat(lanes.warps * WARP, WARP * count)
         values = np.empty(address.size, f"u{unit}")
-        for memory, within, some in machine.space(move.space, address.ravel(), "load", unit):
-            part = slice(None) if some is None else some
-            values[part] = memory.load(within, unit, 1, who[part])[0]
+        for memory, within, part, who in _parts(machine, lanes, move, address, "load"):
+            values[part] = memory.load(within, unit, 1, who)[0]
         copies = matrix.registers * 4 // (count * unit)
         held = np.tile(values.reshape(-1, count), copies).view(np.uint32)
         write(machine, held.reshape(-1, WARP, matrix.registers), lanes)
@@ -208,12 +216,10 @@ def _store(inst: Instruction, move: _Move) -> Step | None:
 
     def execute(machine: Machine, lanes: Lanes) -> None:
         address = places(machine, lanes)
-        who = np.repeat(lanes.warps * WARP, WARP * address.shape[-1])
         held = np.ascontiguousarray(read(machine, lanes.warps))
         values = held.view(f"u{unit}").reshape(1, -1)
-        for memory, within, some in machine.space(move.space, address.ravel(), "store", unit):
-            part = slice(None) if some is None else some
-            memory.store(within, values[:, part], who[part])
+        for memory, within, part, who in _parts(machine, lanes, move, address, "store"):
+            memory.store(within, values[:, part], who)
 
     return Step(inst, execute, together=whole_warp)
 

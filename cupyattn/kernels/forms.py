@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from cupyattn.kernels import splits
 from cupyattn.kernels.tiles import Tiles
@@ -29,8 +30,7 @@ OPTIONS = ("softcap", "mask", "bias", "block_mask", "packed")
 WIDE_BIAS = "float32 bias"
 
 
-@dataclass(frozen=True)
-class Takes:
+class Takes(NamedTuple):
     """The calls that a form supports.
 
     Parameters

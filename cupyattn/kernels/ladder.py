@@ -205,8 +205,8 @@ HOPPER_VALUE_KEYS = 128
 #: Options that every Hopper form leaves to the portable forms, and options that Hopper forms of
 #: fa_int8 leave to them.
 _HOPPER = Takes(arch="sm_90a", options=("block_mask", "packed"))
-_HOPPER_INT8 = replace(_HOPPER, options=OPTIONS, scale_keys=HOPPER_SCALE_KEYS)
-_HOPPER_PV8 = replace(_HOPPER_INT8, p_types=("u8",), zero_points=False)
+_HOPPER_INT8 = _HOPPER._replace(options=OPTIONS, scale_keys=HOPPER_SCALE_KEYS)
+_HOPPER_PV8 = _HOPPER_INT8._replace(p_types=("u8",), zero_points=False)
 
 #: Tiles for block masks in the portable forms, the only ones of theirs that divide blocks of 64 in
 #: either direction.
@@ -302,7 +302,7 @@ _FA_TC = {
             least_keys=64,
             scored=_FA_TC_SCORED,
         ),
-        replace(_HOPPER, options=OPTIONS, stacks=True),
+        _HOPPER._replace(options=OPTIONS, stacks=True),
         pieces=True,
     ),
     # For up to 16, 32, 64 and 128 rows: 64 to 99 KB of keys in flight. A step has as many keys as
@@ -393,7 +393,7 @@ _FA_INT8 = {
             block_mask=_HOPPER_INT8_BLOCKS,
             scored={"bias": _INT8_BIAS, "softcap": _PV8_SCORED, "mask": _PV8_SCORED},
         ),
-        replace(_HOPPER_PV8, values=("int8",)),
+        _HOPPER_PV8._replace(values=("int8",)),
         pieces=True,
     ),
     # The keys of a tile share a scale of V. Two warpgroups up to 128 take longer (NOTES.md there,
@@ -405,7 +405,7 @@ _FA_INT8 = {
             block_mask=_HOPPER_INT8_BLOCKS,
             scored={"bias": _INT8_BIAS, "softcap": _BY_TILE_SCORED, "mask": _BY_TILE_SCORED},
         ),
-        replace(_HOPPER_PV8, values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
+        _HOPPER_PV8._replace(values=("int8 by group",), value_keys=HOPPER_VALUE_KEYS),
     ),
     # The most keys that leave registers for two levels of sums.
     "sm90_fp8": Form(
@@ -415,7 +415,7 @@ _FA_INT8 = {
             block_mask={96: _HOPPER_BLOCKS, 128: _HOPPER_BLOCKS[1:]},
             scored={"bias": _FP8_BIAS, "softcap": _FP8_SCORED, "mask": _FP8_SCORED},
         ),
-        replace(_HOPPER_INT8, values=("fp8",), value_keys=GROUP_ALL),
+        _HOPPER_INT8._replace(values=("fp8",), value_keys=GROUP_ALL),
         block_scales=False,
     ),
     # The tiles of the portable form, with steps that fit V's codes. They were not swept.

@@ -7,7 +7,7 @@ device. Kernel (``kernels_cu/forms/split/``), mirror and bound take them from he
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cupyattn.kernels.tiles import Tiles
 
@@ -36,8 +36,7 @@ MERGE_TILES = Tiles(16, 16, 16, 2)
 MERGED_AT_ONCE = 4
 
 
-@dataclass(frozen=True)
-class Splits:
+class Splits(NamedTuple):
     """Slices of the keys to which some row of a call may attend, by its position.
 
     Parameters

@@ -7,8 +7,7 @@ from pieces. This changes only how float32 sums are rounded (docs/MATH_REFERENCE
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyattn.kernels.numerics import MOST_PIECES
 from cupyattn.kernels.tiles import Tiles
@@ -21,8 +20,7 @@ LEAST_SAVED, STEP_KEYS = 16, 128
 MOST_STEPS = 2**30
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """The tiles that are cut, and the cuts.
 
     Parameters

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.modules import ModuleSpec
@@ -26,8 +26,7 @@ KEYS_THREADS, MASK_GROUP = 1024, 16
 WARP = 32
 
 
-@dataclass(frozen=True)
-class ScorePlan:
+class ScorePlan(NamedTuple):
     """Additions to a plan for softcap, bias and mask.
 
     Parameters

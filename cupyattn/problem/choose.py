@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.ladder import VARIANTS
@@ -30,8 +31,7 @@ QUANT = {
 CLASSES = ("full", *QUANT)
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Times of the rungs on one shape.
 
     Parameters

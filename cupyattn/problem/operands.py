@@ -4,7 +4,7 @@ Forms with large tiles stack the query heads that share a key head as the rows o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
@@ -48,8 +48,7 @@ class Operands(NamedTuple):
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}
 
 
-@dataclass(frozen=True)
-class ValueCodes:
+class ValueCodes(NamedTuple):
     """Properties of codes of V.
 
     Parameters
@@ -73,8 +72,7 @@ class ValueCodes:
     zero_points: bool = False
 
 
-@dataclass(frozen=True)
-class Codes:
+class Codes(NamedTuple):
     """Quantisation of the operands of ``fa_int8``.
 
     Parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cupyattn.arrays.described import Described, check_receiver, check_together
 from cupyattn.arrays.kinds import array_namespace
@@ -13,7 +13,7 @@ from cupyattn.compiler.architectures import (
     capability_of,
 )
 from cupyattn.kernels import ladder, limits
-from cupyattn.problem import checks, choose
+from cupyattn.problem import checks
 from cupyattn.problem.attention import AttentionProblem, results_of
 from cupyattn.problem.block_mask import Blocks
 from cupyattn.problem.checks import AttentionSpec
@@ -34,6 +34,9 @@ from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import check_queries
 from cupyattn.quant.quantized import CodeFacts, QuantizedQKV
 from cupyattn.quant.static_scales import check_packed_quant, described_scales
+
+if TYPE_CHECKING:
+    from cupyattn.problem.choose import Choice
 
 _AUTO = ("auto",)
 
@@ -325,8 +328,10 @@ def _received(
     return {"o": out}
 
 
-def _choose(settings: Settings, call: AttentionSpec, capability: int | None) -> choose.Choice:
+def _choose(settings: Settings, call: AttentionSpec, capability: int | None) -> Choice:
     """Choose the rung of an accuracy class, or take fa_int8 quantising as the caller says."""
+    from cupyattn.problem import choose  # here, because calls that name a rung need no times
+
     quant, accuracy = settings.quant, settings.accuracy
     seen = call.len_kv  # by a row
     if call.window and call.causal:  # a window of two sides

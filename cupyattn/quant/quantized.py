@@ -633,8 +633,4 @@ class QuantizedQKV:
         ValueError
             If it is damaged, another kind of file, or of another version; the message names it.
         """
-        try:
-            return cls(**quantized_file.read(path, namespace))
-        except quantized_file.UNREADABLE as error:
-            what = f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
-            raise ValueError(what) from error
+        return quantized_file.read(cls, path, namespace)

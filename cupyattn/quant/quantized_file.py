@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 import zlib
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from cupyattn.files import read_npz, replacing
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.quantizers import in_padded_rows
 
+_Record = TypeVar("_Record")
 _KIND, _VERSION = "cupyattn.QuantizedQKV", 2
 #: The record's arrays that a file has, under their names.
 ARRAYS = (
@@ -28,11 +28,6 @@ ARRAYS = (
 _PLAIN = (
     "out_dtype", "group_q", "group_kv", "group_v", "max_len_q", "max_len_k", "prepared",
     "has_queries",
-)  # fmt: skip
-#: Exceptions of NumPy, zipfile, json and the record's checks for a damaged or foreign file.
-UNREADABLE = (
-    ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error,
-    UnsupportedError,
 )  # fmt: skip
 
 
@@ -61,8 +56,23 @@ def write(record: Any, path: str | os.PathLike[str]) -> None:
         np.savez(file, **arrays)
 
 
-def read(path: str | os.PathLike[str], namespace: Any) -> dict[str, Any]:
-    """Return the fields of the record that a file has, arrays in a namespace; else UNREADABLE."""
+def read(record: type[_Record], path: str | os.PathLike[str], namespace: Any) -> _Record:
+    """Return the record in a file, its arrays in a namespace, or raise `ValueError`."""
+    from zipfile import BadZipFile  # here, because few calls read files
+
+    try:
+        return record(**_fields(path, namespace))
+    # Exceptions of NumPy, zipfile, json and the record's checks for a damaged or foreign file.
+    except (
+        ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile, zlib.error,
+        UnsupportedError,
+    ) as error:  # fmt: skip
+        what = f"{os.fspath(path)!r} holds no usable QuantizedQKV: {error}"
+        raise ValueError(what) from error
+
+
+def _fields(path: str | os.PathLike[str], namespace: Any) -> dict[str, Any]:
+    """Return the fields of the record that a file has."""
     arrays = read_npz(path)
     if "header" not in arrays:
         raise ValueError(f"it has no header, but arrays called {', '.join(sorted(arrays)) or '-'}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
@@ -21,8 +20,7 @@ from cupyattn.runtime.scratch import Layout, Memory
 AddressSelector = Callable[[Mapping[str, int]], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Receiver:
+class Receiver(NamedTuple):
     """The buffer of an ``out`` of the caller's, and what `cupyattn.arrays.described.meetings`
     says of arrays of the forms of a call."""
 

@@ -261,7 +261,7 @@ def kernels_tried(
     codes = None if z is None else Codes.of(z)
     asked = [(codes, form, arch) for arch in (own, *FORM_ARCHITECTURES)]
     if z is not None and codes is not None and z.config.fused and form is None:
-        asked.append((replace(codes, fused=True), "fused", None))
+        asked.append((codes._replace(fused=True), "fused", None))
     as_they_lie = {n: replace(x, misalignment=0) for n, x in problem.places.rows.items()}
     fresh = {n: fresh_rows(x) for n, x in problem.places.rows.items()}
     places = [problem.places._replace(**rows) for rows in (as_they_lie, fresh)]

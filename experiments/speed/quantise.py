@@ -284,6 +284,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]
 def run(args: argparse.Namespace) -> int:
     """Measure every shape in all modes, print the table, write the record."""
     recording.check_rounds(args)
+    if args.quick and args.against:
+        raise ValueError(
+            f"--against {' '.join(map(str, args.against))} compares times, which --quick does not "
+            "measure: leave one of them out"
+        )
     rows = []
     shapes = [x for x in (QUICK_SHAPES if args.quick else SHAPES) if args.only in x.name]
     if not shapes:

@@ -128,9 +128,10 @@ __device__ __forceinline__ void make_list(const AttnParams& p, const ScoreParams
     all_whole &= others == 0;
     count += __popc(taken);
   }
-  // Up to two places behind the last step are read, and no step is made of them.
+  // Kernels take one step even if none is listed, and read two places ahead. Hence up to three
+  // places behind the last step are read. No step is made of them.
   const int at = count + lane_id();
-  if (lane_id() < 2 && at < s.key_tiles) steps[LIST_HEAD + at] = 0;
+  if (lane_id() < 3 && at < s.key_tiles) steps[LIST_HEAD + at] = 0;
   if (lane_id() == 0) steps[0] = count, steps[1] = whole;
 }
 

@@ -134,6 +134,21 @@ def test_they_hold_together(head_dim: int, options: dict[str, Any]) -> None:
     run(arrays("bfloat16", head_dim, heads_kv=2), **options).check()
 
 
+@pytest.mark.parametrize(
+    "left_out",
+    [{"block_mask": BlockMask(np.zeros((1, 1, 1, 5), bool), 128, 128)}, {"window": (9, 9)}],
+    ids=lambda options: "-".join(options),
+)
+def test_steps_read_behind_a_list_of_none_are_written(left_out: dict[str, Any]) -> None:
+    """The interpreter reports a read of memory that no pass wrote."""
+    inputs = normal((1, 1, 64, 64), (1, 1, 640, 64))
+    mask = np.ones((1, 1, 1, 640), bool)
+    if "window" in left_out:
+        mask[..., 128:] = False  # queries are at the end of the keys
+    one = run(inputs, mask=mask, **left_out)
+    assert not one.o.any() and np.isneginf(one.lse).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [80, 160, 256])
 @pytest.mark.parametrize("options", QUICK, ids=lambda options: "-".join(options))

@@ -81,7 +81,8 @@ def operands(instruction: str, **options: str) -> tuple[Operand, ...]:
 )
 def test_an_operand(text: str, expected: Operand) -> None:
     options = {"module": ".global .b32 table[4];", "parameters": ".param .u64 k_param_0"}
-    assert operands(f"op.x {text}", **options) == (expected,)
+    (found,) = operands(f"op.x {text}", **options)
+    assert found == expected and type(found) is type(expected)
 
 
 def test_operands_of_registers() -> None:

@@ -38,42 +38,29 @@ struct WgmmaS8<N> { \
         : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate))); \
   } \
 };
-#define WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
+#define WGMMA_RS(NAME, T, R, TYPES, SIGNS, N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
 template <> \
-struct WgmmaU8<N> { \
+struct NAME<N> { \
   template <int = 0> static __device__ __forceinline__ void rs( \
-      int32_t (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
+      T (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
         "setp.ne.b32 p, %" #X6 ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.u8.s8 " \
-        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, p;\n}\n" \
-        : ACCUMULATORS_##COUNT("+r") \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k32." TYPES " " \
+        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, p" SIGNS ";\n}\n" \
+        : ACCUMULATORS_##COUNT(R) \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), \
           "r"(int(accumulate))); \
   } \
 };
-#define WGMMA_E4M3(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
-template <> \
-struct WgmmaE4m3<N> { \
-  template <int = 0> static __device__ __forceinline__ void rs( \
-      float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b, bool accumulate) { \
-    asm volatile( \
-        "{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%" #X4 ", %" #X5 "};\n" \
-        "setp.ne.b32 p, %" #X6 ", 0;\n" \
-        "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 " \
-        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, b, p, 1, 1;\n}\n" \
-        : ACCUMULATORS_##COUNT("+f") \
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high), \
-          "r"(int(accumulate))); \
-  } \
-};
+#define WGMMA_E4M3(...) \
+  WGMMA_RS(WgmmaE4m3, float, "+f", "f32.e4m3.e4m3", ", 1, 1", __VA_ARGS__)
 WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_E4M3(96, 48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69, 70)
 #define WGMMA_8(N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
   WGMMA_S8(N, COUNT, X0, X1, X2, X3, X4) \
-  WGMMA_U8(N, COUNT, X0, X1, X2, X3, X4, X5, X6)
+  WGMMA_RS(WgmmaU8, int32_t, "+r", "s32.u8.s8", "", N, COUNT, X0, X1, X2, X3, X4, X5, X6)
 WGMMA_8(32, 16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_8(64, 32, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_8(80, 40, 40, 41, 42, 43, 44, 45, 46)
@@ -88,6 +75,6 @@ WGMMA_8(224, 112, 112, 113, 114, 115, 116, 117, 118)
 WGMMA_8(256, 128, 128, 129, 130, 131, 132, 133, 134)
 #undef WGMMA_8
 #undef WGMMA_E4M3
-#undef WGMMA_U8
+#undef WGMMA_RS
 #undef WGMMA_S8
 // clang-format on
