@@ -23,6 +23,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
+from cupyattn.errors import UnsupportedError
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
@@ -71,6 +72,12 @@ def of_tokens(head_dim: int) -> tuple[Any, Any]:
     return tuple(w.reshape(-1) for w in weights(head_dim, by_head=True))  # type: ignore[return-value]
 
 
+def of_parts(head_dim: int) -> tuple[Any, Any]:
+    """Weights of two parts of the rows."""
+    rng = np.random.default_rng(6)
+    return tuple(rng.uniform(0.5, 2, (2, head_dim)).astype(np.float32) for _ in "qk")  # type: ignore[return-value]
+
+
 def options_of(head_dim: int, kind: str) -> dict[str, Any]:
     """Return the requested preparation of rows, by name."""
     tables = rope_tables(90, head_dim)
@@ -86,10 +93,16 @@ def options_of(head_dim: int, kind: str) -> dict[str, Any]:
             "qk_norm": of_tokens(head_dim), "qk_norm_eps": 1e-3, "rope": tables,
             "rope_interleaved": True, "rope_offset_q": 7,
         },
+        "norm, of parts": {"qk_norm": of_parts(head_dim), "qk_norm_split": 19},
+        "both, of parts": {
+            "qk_norm": of_parts(head_dim), "qk_norm_split": 19, "rope": tables, "rope_offset_q": 7,
+        },
     }[kind]  # fmt: skip
 
 
-KINDS = ("norm", "rope", "both", "both, interleaved, by head", "both, of tokens")
+KINDS = (
+    "norm", "rope", "both", "both, of parts", "both, interleaved, by head", "both, of tokens"
+)
 
 
 def preparation(head_dim: int, **options: Any) -> Preparation:
@@ -115,6 +128,31 @@ def test_the_definition_row_by_row() -> None:
                 one = x[0, head, row].astype(np.float64)
                 expected = one / np.sqrt(np.mean(one**2) + 0.25) * w[head]
                 np.testing.assert_allclose(y[0, head, row], expected, rtol=1e-13)
+
+
+def test_the_definition_of_parts() -> None:
+    """Each part is prepared as if it were alone; a part may have no rows."""
+    q, k, _ = arrays("float32")
+    own = options_of(16, "both, of parts")
+    for split in (19, 50, 100):
+        found = preparation(16, **{**own, "qk_norm_split": split}).in_float32(q, k)
+        of_part = [
+            preparation(16, **{**own, "qk_norm_split": 0, "qk_norm": [w[i] for w in own["qk_norm"]]})
+            .in_float32(q, k) for i in (0, 1)
+        ]  # fmt: skip
+        for y, first, second in zip(found, *of_part, strict=True):
+            assert bits(y[:, :, :split]) == bits(first[:, :, :split])
+            assert bits(y[:, :, split:]) == bits(second[:, :, split:])
+
+
+def test_parts_have_no_gradients() -> None:
+    q, k, v = arrays()
+    options = {**options_of(16, "both, of parts"), "variant": "fa_tc"}
+    how = preparation(16, **options_of(16, "both, of parts"))
+    with pytest.raises(UnsupportedError, match="one vector of weights for all rows, got qk_norm_sp"):
+        how.check_differentiable()
+    text = explain(q, k, v, **options)
+    assert "their root mean square" in text and "with other weights from row 19 on" in text
 
 
 def test_the_definition_of_tokens() -> None:
@@ -243,6 +281,7 @@ def assert_codes_are_the_mirrors(
     [
         ("float16", 16, "both, interleaved, by head", 0, 0), ("bfloat16", 32, "both", 1, 0),
         ("float32", 24, "norm", 3, 0), ("float16", 64, "both, of tokens", 0, 3),
+        ("bfloat16", 32, "both, of parts", 0, 0), ("float32", 6, "both, of parts", 2, 1),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in (
@@ -277,7 +316,7 @@ def test_codes_and_scales_are_the_mirrors_to_the_bit(
             2, marks=pytest.mark.slow,
         ),
         pytest.param(
-            "prims/io/prepare.cuh", "p.weight + head * p.weight_stride_head", "p.weight", 2,
+            "prims/io/prepare.cuh", "(NORM_BY_PART ? 0 : head * p.weight_step)", "0", 2,
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -300,6 +339,19 @@ def test_planted_mistakes_are_seen(
     seen = (KernelFault, "never written") if quant == 0 else (AssertionError, "(q|k)_(codes|scale)")
     with pytest.raises(seen[0], match=seen[1]):
         assert_codes_are_the_mirrors(arrays(head_dim=32), QUANTS[quant], options)
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"), [("row >= split", "row > split"), ("int(p.weight_step) - row0", "19")],
+    ids=["the first row", "rows of further blocks"],
+)  # fmt: skip
+def test_planted_mistakes_of_parts_are_seen(
+    line: str, instead: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_a_line_in_place("prims/io/prepare.cuh", line, instead, tmp_path, monkeypatch)
+    inputs = [np.concatenate([x] * 4, 2) for x in arrays(head_dim=64)]  # several blocks
+    with pytest.raises(AssertionError, match="(q|k)_(codes|scale)"):
+        assert_codes_are_the_mirrors(tuple(inputs), QUANTS[0], options_of(64, "norm, of parts"))
 
 
 def test_rows_that_are_not_finite_spoil_what_shares_their_scale() -> None:
@@ -417,7 +469,7 @@ def test_k_of_one_head_goes_with_a_norm_of_the_heads_of_q() -> None:
 
 def test_features_say_nothing_where_nothing_is_normalised() -> None:
     assert "CFG_QK_NORM" not in Features("float16", 8).defines()
-    for number, kind in ((1, "head"), (2, "token")):
+    for number, kind in ((1, "head"), (2, "token"), (3, "part")):
         assert Features("float16", 8, qk_norm=kind).defines()["CFG_QK_NORM"] == number
     with pytest.raises(ValueError, match=r"features.qk_norm must be one of .* got 'row'"):
         Features("float16", 8, qk_norm="row")
@@ -425,13 +477,16 @@ def test_features_say_nothing_where_nothing_is_normalised() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("head_dim", "kind"), [(128, 3), (128, 4), *slow_rows(((64, 2), (256, 3), (256, 4)))]
+    ("head_dim", "kind"),
+    [(128, 3), (128, 4), (128, 5), *slow_rows(((64, 2), (256, 3), (256, 4), (64, 5), (64, 6)))],
 )
 def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
     """Registers of two blocks of 256 threads for a multiprocessor."""
     x = Operand.contiguous((1, 2, 500, head_dim), 2)
     how = ("half_split", 0, 1), ("", 0, 1), ("half_split", 0, 1), *[("interleaved", 3, 2)] * 2
-    own = {n: Prepares(n, *how[kind], 1e-6, by_token=kind == 4) for n in "qk"}
+    how = *how, ("interleaved_by_column", 0, 2), ("", 0, 2)
+    parts = {"by_token": kind == 4, "split": 200 if kind > 4 else 0}
+    own = {n: Prepares(n, *how[kind], 1e-6, **parts) for n in "qk"}
     part = {
         n: Part(x, g, smooth=n == "k", prepares=own[n]) for n, g in (("q", 2), ("k", 16))
     }
@@ -448,7 +503,7 @@ def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["norm", "both", "both, interleaved, by head", "both, of tokens"]
+    "kind", ["norm", "both", "both, of parts", "both, interleaved, by head", "both, of tokens"]
 )
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "pad"),
@@ -561,6 +616,22 @@ W = np.ones(16, np.float32)
         ),
         ({"qk_norm": (W, W), "qk_norm_eps": 0.0}, ValueError, "qk_norm_eps must be a finite num"),
         ({"qk_norm": (W, W), "qk_norm_eps": "1"}, ValueError, "from 2**-126 up, got '1'"),
+        (
+            {"qk_norm": (np.ones((2, 16), np.float32), W), "qk_norm_split": 3}, ValueError,
+            "k_weight of qk_norm must have shape (2, 16) beside qk_norm_split=3, got (16,)",
+        ),
+        (
+            {"qk_norm_split": 3}, ValueError,
+            "qk_norm_split=3 says which weights of qk_norm a row takes: give qk_norm too",
+        ),
+        (
+            {"qk_norm": (W, W), "qk_norm_split": 1.5}, TypeError,
+            "qk_norm_split must be a whole number, got 1.5",
+        ),
+        (
+            {"qk_norm": (W, W), "qk_norm_split": -1}, ValueError,
+            "qk_norm_split must be 0 to 2**31 - 1, got -1",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(
