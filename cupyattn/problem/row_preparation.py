@@ -302,8 +302,8 @@ class Norm:
                     f"{name}_weight of qk_norm must have shape (2, {head_dim}) beside "
                     f"qk_norm_split={split}, got {tuple(weight.shape)}"
                 )
-            shapes = (head_dim,), (count, head_dim), (count * head_dim,)
-            if not split and weight.shape not in shapes:
+            allowed = (head_dim,), (count, head_dim), (count * head_dim,)
+            if not split and weight.shape not in allowed:
                 raise ValueError(
                     f"{name}_weight of qk_norm must have shape ({head_dim},), "
                     f"({count}, {head_dim}) or ({count * head_dim},), got {tuple(weight.shape)}"

@@ -112,6 +112,24 @@ def test_layers_write_where_rows_lie_side_by_side(
     assert not any(name.startswith("cupyattn.int8_normed_layers.") for name in graphs.names())
 
 
+def test_joint_attention_copies_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms become part of attention, so layers write its operands."""
+    text, image = streams()
+    norms = [rows.norm(rows.normalization.RMSNorm, seed) for seed in range(4)]
+
+    def function(*given: Any) -> Any:
+        *ends, v = pairs(text, image, given)
+        q, k = ([one(x) for one, x in zip(norms[i::2], ends[i], strict=True)] for i in (0, 1))
+        return rows.attend(*(torch.cat([*own], 1) for own in (q, k, v)))
+
+    found, graphs = keeping(monkeypatch, function, *inputs())
+    assert rows.is_taken(graphs) == [(False, True)]
+    joined = [n for n in graphs[-1].graph.nodes if str(n.target) == CAT]
+    assert [n.meta["val"].shape for n in joined] == [(4 * WIDTH,)]  # weights alone
+    eager = function(*inputs())
+    assert (found - eager).norm() < 2e-2 * eager.norm()  # which rounds normalised rows
+
+
 #: Graphs that keep their concatenations: functions, and options of streams and inputs.
 OTHERS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "several entries of a batch": (by_token, {}, {"batch": 2}),
