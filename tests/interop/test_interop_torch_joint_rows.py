@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 
+import cupyattn as ca
+from experiments._harness import whole_families
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 rows = importlib.import_module("tests.interop.test_interop_torch_attention_rows")
 epilogues = importlib.import_module("tests.interop.test_interop_torch_epilogues")
 the_pass = importlib.import_module("cupyattn.interop.torch.epilogues")
+diffusers = importlib.import_module("cupyattn.interop.diffusers")
 interop = importlib.import_module("cupyattn.interop.torch")
 linear_parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
 
@@ -190,6 +194,43 @@ def test_inductor_runs_layers_that_share_memory(monkeypatch: pytest.MonkeyPatch)
     assert code.count("cupyattn_place('int8_normed_layers_into'") == 2
     for results in (found, again):
         assert all(map(torch.equal, results, expected))
+
+
+#: Calls of layers that write rows of joint attention in small models, and concatenations of heads'
+#: rows that are left. Layers of SD3's last block read text that is modulated in float32.
+MODELS = {
+    "Flux": (4, 0), "Qwen-Image": (4, 0), "SD3.5 Large": (2, 3), "HunyuanVideo": (4, 0),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_diffusers_copy_no_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = whole_families.small(name)
+    latents, make = whole_families.inputs(family, "cpu", 0)
+    given = make(latents, torch.tensor([700.0]))
+    outputs, compiled = [], []
+    for keeps in (False, True):
+        model = whole_families.make(family, "cpu", 0)
+        interop.replace_linear_with_int8(
+            model, config=ca.Int8Config(strategy="channel"), backend="mirror"
+        )
+        diffusers.replace_attention_with_int8(
+            model, policy="balanced", backend="mirror", min_length=16
+        )
+        torch._dynamo.reset()
+        compiled.append(rows.Graphs())
+        with torch.no_grad(), monkeypatch.context() as patch:
+            if keeps:
+                patch.setattr(the_pass, "join_rows", lambda graph: None)
+            outputs.append(family.call(torch.compile(model, backend=compiled[-1]), given))
+    assert torch.equal(*outputs)
+    nodes = [node for one in compiled[0] for node in one.graph.nodes]
+    counts = [
+        sum(str(node.target) == INTO for node in nodes),
+        sum(str(node.target) == CAT and node.meta["val"].dim() == 4 for node in nodes),
+    ]
+    assert tuple(counts) == MODELS[name]
 
 
 # ---- the operator --------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A pass over Inductor's graph that lets layers write their rows where they lie side by side.
 
-Joint attention concatenates tokens of two streams, text and image, each with layers of its own. The
+Joint attention concatenates tokens of two streams, text and image, each with separate layers. The
 layers of both then write into one tensor (``int8_normed_layers_into``), and nothing is copied. A
 batch of one is needed, so that the rows of a stream are adjacent. Lengths must not be symbols.
 """
@@ -155,7 +155,7 @@ def _replace(graph: Graph, one: _Joint, rows: Node) -> None:
 
 
 def _write_into(graph: Graph, layers: Node, into: Mapping[Node, Node]) -> None:
-    """Let layers write each result where it lies, or else into memory of its own."""
+    """Let layers write each result where it lies, or else into separate memory."""
     given = {part.args[1]: into[part] for part in layers.users if part in into}
     with graph.inserting_before(layers):
         out = [
