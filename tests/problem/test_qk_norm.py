@@ -23,7 +23,6 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.bounds import prepared as bounds_prepared
 from cupyattn.bounds.perturbation import ratio_to_bound
 from cupyattn.compiler import modules as kc
-from cupyattn.errors import UnsupportedError
 from cupyattn.interpret.findings import KernelFault
 from cupyattn.kernels import ladder
 from cupyattn.kernels.features import DTYPES, Features
@@ -128,30 +127,6 @@ def test_the_definition_row_by_row() -> None:
                 one = x[0, head, row].astype(np.float64)
                 expected = one / np.sqrt(np.mean(one**2) + 0.25) * w[head]
                 np.testing.assert_allclose(y[0, head, row], expected, rtol=1e-13)
-
-
-def test_the_definition_of_parts() -> None:
-    """Each part is prepared as if it were alone; a part may have no rows."""
-    q, k, _ = arrays("float32")
-    own = options_of(16, "both, of parts")
-    for split in (19, 50, 100):
-        found = preparation(16, **{**own, "qk_norm_split": split}).in_float32(q, k)
-        plain = {**own, "qk_norm_split": 0}
-        weights_of = ([w[i] for w in own["qk_norm"]] for i in (0, 1))
-        of_part = [preparation(16, **{**plain, "qk_norm": w}).in_float32(q, k) for w in weights_of]
-        for y, first, second in zip(found, *of_part, strict=True):
-            assert bits(y[:, :, :split]) == bits(first[:, :, :split])
-            assert bits(y[:, :, split:]) == bits(second[:, :, split:])
-
-
-def test_parts_have_no_gradients() -> None:
-    q, k, v = arrays()
-    options = {**options_of(16, "both, of parts"), "variant": "fa_tc"}
-    how = preparation(16, **options_of(16, "both, of parts"))
-    with pytest.raises(UnsupportedError, match="one vector of weights for all rows"):
-        how.check_differentiable()
-    text = explain(q, k, v, **options)
-    assert "their root mean square" in text and "with other weights from row 19 on" in text
 
 
 def test_the_definition_of_tokens() -> None:
@@ -338,19 +313,6 @@ def test_planted_mistakes_are_seen(
     seen = (KernelFault, "never written") if quant == 0 else (AssertionError, "(q|k)_(codes|scale)")
     with pytest.raises(seen[0], match=seen[1]):
         assert_codes_are_the_mirrors(arrays(head_dim=32), QUANTS[quant], options)
-
-
-@pytest.mark.parametrize(
-    ("line", "instead"), [("row >= split", "row > split"), ("int(p.weight_step) - row0", "19")],
-    ids=["the first row", "rows of further blocks"],
-)  # fmt: skip
-def test_planted_mistakes_of_parts_are_seen(
-    line: str, instead: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_a_line_in_place("prims/io/prepare.cuh", line, instead, tmp_path, monkeypatch)
-    inputs = [np.concatenate([x] * 4, 2) for x in arrays(head_dim=64)]  # several blocks
-    with pytest.raises(AssertionError, match="(q|k)_(codes|scale)"):
-        assert_codes_are_the_mirrors(tuple(inputs), QUANTS[0], options_of(64, "norm, of parts"))
 
 
 def test_rows_that_are_not_finite_spoil_what_shares_their_scale() -> None:
@@ -615,22 +577,6 @@ W = np.ones(16, np.float32)
         ),
         ({"qk_norm": (W, W), "qk_norm_eps": 0.0}, ValueError, "qk_norm_eps must be a finite num"),
         ({"qk_norm": (W, W), "qk_norm_eps": "1"}, ValueError, "from 2**-126 up, got '1'"),
-        (
-            {"qk_norm": (np.ones((2, 16), np.float32), W), "qk_norm_split": 3}, ValueError,
-            "k_weight of qk_norm must have shape (2, 16) beside qk_norm_split=3, got (16,)",
-        ),
-        (
-            {"qk_norm_split": 3}, ValueError,
-            "qk_norm_split=3 says which weights of qk_norm a row takes: give qk_norm too",
-        ),
-        (
-            {"qk_norm": (W, W), "qk_norm_split": 1.5}, TypeError,
-            "qk_norm_split must be a whole number, got 1.5",
-        ),
-        (
-            {"qk_norm": (W, W), "qk_norm_split": -1}, ValueError,
-            "qk_norm_split must be 0 to 2**31 - 1, got -1",
-        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(
