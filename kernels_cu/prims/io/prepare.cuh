@@ -106,8 +106,10 @@ struct Preparation {
         factor(p.token_factor + token0),
         eps(p.eps),
         split(NORM_BY_PART ? int(p.weight_step) - row0 : 0) {}
-  __device__ __forceinline__ const float* weight_of(int row) const {  // [HEAD_DIM]
-    return NORM_BY_PART && row >= split ? weight + HEAD_DIM : weight;
+  __device__ __forceinline__ Preparation of_row(int row) const {  // with the weights of its part
+    Preparation own = *this;
+    if constexpr (NORM_BY_PART) own.weight += (row >= split) * HEAD_DIM;
+    return own;
   }
 };
 
@@ -159,7 +161,8 @@ struct PreparedRow {
   // All lanes of the row take part.
   __device__ __forceinline__ void prepare(const Preparation& how, int row) {
     if constexpr (QK_NORM)
-      normalise(how, row, NORM_BY_TOKEN ? how.factor[row] : norm_factor(mean_square(), how.eps));
+      normalise(
+          how.of_row(row), NORM_BY_TOKEN ? how.factor[row] : norm_factor(mean_square(), how.eps));
     follow_norm(how, row);
   }
   __device__ __forceinline__ void follow_norm(const Preparation& how, int row) {
@@ -254,7 +257,7 @@ struct PreparedRow {
     return __fdiv_rn(square_sum(), float(HEAD_DIM));
   }
 
-  __device__ __forceinline__ void normalise(const Preparation& how, int row, float factor) {
+  __device__ __forceinline__ void normalise(const Preparation& how, float factor) {
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
 #pragma unroll
     for (int access = 0; access < 2 * LANE_PAIRS; ++access)
@@ -262,7 +265,7 @@ struct PreparedRow {
 #pragma unroll
         for (int j0 = 0; j0 < ROPE_PAIRS; j0 += WIDTH) {
           const auto weight =
-              *reinterpret_cast<const Vec<float, WIDTH>*>(how.weight_of(row) + column(access) + j0);
+              *reinterpret_cast<const Vec<float, WIDTH>*>(how.weight + column(access) + j0);
 #pragma unroll
           for (int j = 0; j < WIDTH; ++j) {
             float& x = element(access, j0 + j);
