@@ -315,9 +315,8 @@ class QuantizedQKV:
             head_dim).
         **options
             ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm``,
-            ``qk_norm_eps`` and ``qk_norm_split`` as for K in `cupyattn.quantize`. Positions are
-            the rows'. For packed keys ``cu_seqlens_q`` and ``max_len_q``; those of this record
-            when omitted.
+            ``qk_norm_eps`` and ``qk_norm_split`` as for K in `cupyattn.quantize`, for these rows.
+            For packed keys ``cu_seqlens_q`` and ``max_len_q``; those of this record when omitted.
 
         Returns
         -------

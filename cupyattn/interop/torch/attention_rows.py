@@ -289,9 +289,11 @@ def _replace(graph: Graph, attention: Node, found: tuple[_Rows, _Rows], made: _M
 
 def _is_read_by_token(attention: Node, val: Any) -> bool:
     """Whether all readers of a result take it token by token, and it now lies in this order."""
-    readers = (one.target is _aten.permute.default for one in attention.users)
-    orders = (tuple(one.args[1]) == _TOKENS_FIRST for one in attention.users if len(one.args) > 1)
-    return all(readers) and all(orders) and val.permute(_TOKENS_FIRST).is_contiguous()
+    by_token = all(
+        one.target is _aten.permute.default and tuple(one.args[1]) == _TOKENS_FIRST
+        for one in attention.users
+    )
+    return by_token and bool(val.permute(_TOKENS_FIRST).is_contiguous())
 
 
 def _drop_copies(graph: Graph, attention: Node) -> None:
