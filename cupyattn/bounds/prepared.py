@@ -79,8 +79,8 @@ def preparation(
         xp = array_namespace(x)
         exact, error = as_float64(x), xp.zeros(x.shape)
         if how.norm is not None:
-            weight = as_float64((how.norm.q_weight, how.norm.k_weight)[i])[:, None]
-            exact, error = _normalised(exact, weight, how.norm)
+            weight = as_float64((how.norm.q_weight, how.norm.k_weight)[i])
+            exact, error = _normalised(exact, how.norm.by_row(weight, x.shape[2]), how.norm)
         if how.rope is not None:
             exact, error = turned_errors(exact, error, how.rope, how.rope.offset_q if i == 0 else 0)
         if how.rotate:

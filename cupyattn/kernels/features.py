@@ -11,7 +11,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 BY_COLUMN = "_by_column"
 ROPE_PAIRS = ("half_split", "interleaved", "half_split_by_column", "interleaved_by_column")
 #: Norms of rows of Q and K: none, of each row, or of the rows of all heads of a token.
-QK_NORMS = ("", "head", "token")
+#: ``part`` is a norm of each row, with weights of two parts.
+QK_NORMS = ("", "head", "token", "part")
 #: Types of P as an operand of P.V: numbers of 16 or 32 bits (""), or codes of these types.
 P_TYPES = ("", "u8", "s8", "e4m3", "16bit")
 #: Kinds of masks and biases in Hopper forms, in the order of MaskKind and BiasKind.

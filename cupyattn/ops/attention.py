@@ -50,6 +50,7 @@ def attention(
     rope_offset_q: int = 0,
     qk_norm: Any = None,
     qk_norm_eps: float = EPS,
+    qk_norm_split: int = 0,
     block_mask: BlockMask | None = None,
     lengths_q: Any = None,
     lengths_kv: Any = None,
@@ -121,6 +122,9 @@ def attention(
         square, as models do that normalise before they split heads. They have no gradients.
     qk_norm_eps : float
         Added to the mean square.
+    qk_norm_split : int
+        With weights ``(2, head_dim)``: rows of Q and of K before this one take the first vector,
+        all others the second, as text and image of joint attention. There are no gradients then.
     block_mask : BlockMask, optional
         Which blocks of 64 or 128 keys a block of query rows attends to, combined with all of the
         above by AND. Dropped blocks are neither loaded nor computed, so cost is proportional to
@@ -190,6 +194,7 @@ def attention(
     settings = interned(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
+        None, None, qk_norm_split,
     )  # fmt: skip
     arrays = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, block_mask=block_mask, out=out,

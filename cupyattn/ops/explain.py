@@ -90,9 +90,11 @@ def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[s
     lines = ["scores: " + "; ".join(said)] if said else []
     where = problem.prepared_when
     if call.qk_norm:
-        by_token = problem.preparation is not None and problem.preparation.by_token
+        norm = problem.preparation and problem.preparation.norm
+        by_token = norm is not None and norm.by_token
         whose = "the root mean square of all heads" if by_token else "their root mean square"
-        lines += [f"qk_norm: rows of q and k are divided by {whose} {where}"]
+        parts = f", with other weights from row {norm.split} on" if norm and norm.split else ""
+        lines += [f"qk_norm: rows of q and k are divided by {whose} {where}{parts}"]
     if call.rope:
         pairing = call.rope.removesuffix(BY_COLUMN)
         numbers = "" if pairing == call.rope else ", by a cosine and a sine for each"

@@ -67,6 +67,7 @@ def quantize(
     rope_offset_q: int = 0,
     qk_norm: Any = None,
     qk_norm_eps: float = EPS,
+    qk_norm_split: int = 0,
 ) -> QuantizedQKV:
     """Quantise Q and K to INT8, and V where `quant` says so.
 
@@ -93,7 +94,7 @@ def quantize(
         As for `cupyattn.attention_varlen`, which takes the result: operands are packed sequences.
         Each sequence has separate means, scales and groups of rows. Given scales need granularity
         "tensor" or "head" and have one entry for each sequence.
-    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
+    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps, qk_norm_split
         As for `cupyattn.attention`. The launches that quantise rows of Q and K first normalise and
         rotate them in float32. With ``quant.fused`` the rows are rounded to their type between, as
         `attention` does.
@@ -133,7 +134,7 @@ def quantize(
         raise TypeError(f"quant must be a cupyattn.QuantConfig or None, got {shown(quant)}")
     settings = QuantizeSettings(
         quant, tiles, arch, backend, max_len_q, max_len_k, rope_interleaved, rope_offset_q,
-        qk_norm_eps,
+        qk_norm_eps, qk_norm_split,
     )  # fmt: skip
     arrays = named(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     as_given: Callable[[Any], Any] = unchanged
@@ -201,7 +202,9 @@ def _prepared_first(
     names = {n for option in BUFFERS_OF.values() for n in option}
     given = {n: x for n, x in arrays.items() if n not in names}
     given |= {n: x[0].swapaxes(0, 1) if packed else x for n, x in zip("qk", rows, strict=True)}
-    settings = settings._replace(rope_interleaved=False, rope_offset_q=0, qk_norm_eps=EPS)
+    settings = settings._replace(
+        rope_interleaved=False, rope_offset_q=0, qk_norm_eps=EPS, qk_norm_split=0
+    )
     return given, settings, problem.facts.prepared
 
 
@@ -241,6 +244,7 @@ def quantize_kv(
     rope_interleaved: bool = False,
     qk_norm: Any = None,
     qk_norm_eps: float = EPS,
+    qk_norm_split: int = 0,
 ) -> QuantizedQKV:
     """Quantise keys and values once, for queries that come later.
 
@@ -254,7 +258,7 @@ def quantize_kv(
     cu_seqlens_k, max_len_k
         As for `quantize`: keys and values are packed sequences. `QuantizedQKV.with_q` then takes
         ``cu_seqlens_q`` and ``max_len_q``.
-    rope, rope_interleaved, qk_norm, qk_norm_eps
+    rope, rope_interleaved, qk_norm, qk_norm_eps, qk_norm_split
         As for `quantize`: the preparation of the rows of K. Give `QuantizedQKV.with_q` the same
         for the queries.
 
@@ -303,7 +307,8 @@ def quantize_kv(
         no_rows = taken_k[:, :, :0]
     found = quantize(
         no_rows, taken_k, taken_v, quant=quant, tiles=tiles, arch=arch, backend=backend, rope=rope,
-        rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, **sequences,
+        rope_interleaved=rope_interleaved, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps,
+        qk_norm_split=qk_norm_split, **sequences,
     )  # fmt: skip
     return found.with_facts(as_given=as_given, has_queries=False)
 
@@ -320,6 +325,7 @@ class QuantizeSettings(NamedTuple):
     rope_interleaved: bool = False
     rope_offset_q: int = 0
     qk_norm_eps: float = EPS
+    qk_norm_split: int = 0
 
 
 class _Quantize(Operation):

@@ -43,6 +43,9 @@ class Prepares:
         Rows are multiplied by a Hadamard matrix at the end.
     by_token : bool
         Rows are normalised by the root mean square of all heads of a token.
+    split : int
+        The first row that takes the second of two weight vectors, for all heads; 0: `vectors` are
+        of heads.
     """
 
     name: str
@@ -52,12 +55,15 @@ class Prepares:
     eps: float = 0.0
     rotate: bool = False
     by_token: bool = False
+    split: int = 0
 
     @property
     def norm(self) -> str:
         """The norm of rows (`Features.qk_norm`)."""
         if not self.vectors:
             return ""
+        if self.split:
+            return "part"
         return "token" if self.by_token else "head"
 
     @property
@@ -75,7 +81,7 @@ class Prepares:
         return {
             "cos": "rope_cos" if self.rope else None, "sin": "rope_sin" if self.rope else None,
             "weight": f"{self.name}_norm_weight" if self.vectors else None,
-            "weight_stride_head": head_dim if self.vectors > 1 else 0,
+            "weight_step": self.split or (head_dim if self.vectors > 1 else 0),
             "token_factor": self.token_factor,
             "eps": self.eps, "position": self.position,
         }  # fmt: skip
@@ -188,6 +194,6 @@ def prepares_of(preparation: Preparation | None) -> dict[str, Prepares]:
     for i, name in enumerate("qk"):
         turning = ("", 0) if rope is None else (rope.pairs, 0 if i else rope.offset_q)
         normalising = (0, 0.0) if norm is None else (norm.vectors[i], norm.eps)
-        by_token = norm is not None and norm.by_token
-        found[name] = Prepares(name, *turning, *normalising, preparation.rotate, by_token)
+        of_rows = (False, 0) if norm is None else (norm.by_token, norm.split)
+        found[name] = Prepares(name, *turning, *normalising, preparation.rotate, *of_rows)
     return found

@@ -122,7 +122,7 @@ ROPE_PARAMS = _struct([
 #: ``struct PrepareParams<true>`` of kernels_cu/prims/io/prepare.cuh.
 PREPARE_PARAMS = _struct([
     ("cos", "u8"), ("sin", "u8"), ("weight", "u8"), ("token_factor", "u8"),
-    ("weight_stride_head", "i8"), ("eps", "f4"), ("position", "i4"),
+    ("weight_step", "i8"), ("eps", "f4"), ("position", "i4"),
 ])  # fmt: skip
 
 #: ``struct TokenFactorParams`` of kernels_cu/prims/io/prepare.cuh.

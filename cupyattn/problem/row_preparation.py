@@ -31,7 +31,9 @@ _ALIGNMENT = 16
 #: than a rounding error.
 EPS_MIN = 2.0**-126
 #: Arguments of calls that prepare rows, and the arrays that kernels read for them.
-OPTIONS = ("rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps")
+OPTIONS = (
+    "rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps", "qk_norm_split",
+)  # fmt: skip
 #: Names for messages, for arguments that are a pair of arrays.
 PAIRS = {"rope": ("cos", "sin"), "qk_norm": ("q_weight", "k_weight")}
 BUFFERS = ("rope_cos", "rope_sin", "q_norm_weight", "k_norm_weight")
@@ -240,15 +242,21 @@ class Norm:
         Added to the mean square of a row; a float32.
     by_token : bool
         The mean square is that of the rows of all heads of a token. Weights are then of each head.
+    split : int
+        Weights are (2, head_dim): rows before this one take the first vector, all others the
+        second. 0: the row does not matter.
     """
 
     q_weight: Any
     k_weight: Any
     eps: float
     by_token: bool = False
+    split: int = 0
 
     @classmethod
-    def of(cls, qk_norm: Any, eps: Any, heads: int, heads_kv: int, head_dim: int) -> Norm | None:
+    def of(
+        cls, qk_norm: Any, eps: Any, heads: int, heads_kv: int, head_dim: int, split: Any = 0
+    ) -> Norm | None:
         """Check the options of a call on operands of these sizes; return None if `qk_norm` is None.
 
         Parameters
@@ -258,16 +266,19 @@ class Norm:
             float16, bfloat16 or float32, of one kind: NumPy's or CuPy's.
         eps : float
         heads, heads_kv, head_dim : int
+        split : int
+            Other weights than (2, head_dim) are refused where it is not 0.
 
         Raises
         ------
         TypeError
-            For weights that are no such arrays.
+            For weights that are no such arrays, or a `split` that is no whole number.
         ValueError
             For an odd head_dim, weights of another shape, weights of a token beside weights of a
-            head, or an `eps` that is no finite number from 2^-126 up.
+            head, an `eps` that is no finite number from 2^-126 up, or a `split` without effect.
         """
         check_eps("qk_norm_eps", eps)
+        split = _checked_split(split, qk_norm is not None)
         if qk_norm is None:
             return None
         if not (isinstance(qk_norm, (tuple, list)) and len(qk_norm) == 2):
@@ -286,7 +297,13 @@ class Norm:
                     f"{name}_weight of qk_norm must be one of {', '.join(DTYPES)}, got "
                     f"{weight.dtype}"
                 )
-            if weight.shape not in ((head_dim,), (count, head_dim), (count * head_dim,)):
+            if split and weight.shape != (2, head_dim):
+                raise ValueError(
+                    f"{name}_weight of qk_norm must have shape (2, {head_dim}) beside "
+                    f"qk_norm_split={split}, got {tuple(weight.shape)}"
+                )
+            allowed = (head_dim,), (count, head_dim), (count * head_dim,)
+            if not split and weight.shape not in allowed:
                 raise ValueError(
                     f"{name}_weight of qk_norm must have shape ({head_dim},), "
                     f"({count}, {head_dim}) or ({count * head_dim},), got {tuple(weight.shape)}"
@@ -301,7 +318,7 @@ class Norm:
                 f"heads, ({heads * head_dim},) and ({heads_kv * head_dim},), or neither, got "
                 f"{shapes}: normalise q or k before the call"
             )
-        return cls(laid[0], laid[1], float(np.float32(eps)), True in by_token)
+        return cls(laid[0], laid[1], float(np.float32(eps)), True in by_token, split)
 
     @property
     def vectors(self) -> tuple[int, int]:
@@ -312,6 +329,14 @@ class Norm:
         """Return the mean square that normalises each row, in the type of x, without `eps`."""
         return (x * x).mean(axis=(1, 3) if self.by_token else 3, keepdims=True)
 
+    def by_row(self, weight: Array, length: int) -> Array:
+        """Return the weights of each row of an operand, broadcast over (heads, length, head_dim).
+
+        `weight` is `q_weight` or `k_weight`, of any float type.
+        """
+        if not self.split:
+            return by_head(weight)
+        return weight[(np.arange(length) >= self.split).astype(int)]
 
 
 @dataclass(frozen=True)
@@ -334,8 +359,7 @@ class Preparation:
         Parameters
         ----------
         options : mapping
-            ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and ``qk_norm_eps`` as
-            `cupyattn.attention` takes them, with descriptions of arrays.
+            `OPTIONS` as `cupyattn.attention` takes them, with descriptions of arrays.
         sizes : (heads, heads_kv, len_q, len_kv, head_dim)
         rotate : {None, "hadamard"}
             Of the `QuantConfig`.
@@ -350,7 +374,10 @@ class Preparation:
         rope = Rope.of(
             options["rope"], options["rope_interleaved"], options["rope_offset_q"], *sizes[2:]
         )
-        norm = Norm.of(options["qk_norm"], options["qk_norm_eps"], *sizes[:2], sizes[4])
+        norm = Norm.of(
+            options["qk_norm"], options["qk_norm_eps"], *sizes[:2], sizes[4],
+            options.get("qk_norm_split", 0),
+        )  # fmt: skip
         if rotate is not None and sizes[4] not in GROUPS:
             raise UnsupportedError(
                 f"quant.rotate={rotate!r} takes head_dim 64, 128 or 256, got {sizes[4]}: pad q and "
@@ -404,6 +431,11 @@ class Preparation:
         """Raise UnsupportedError if there are no gradients through the preparation."""
         if self.by_token:
             refuse_gradient_of_token()
+        if self.norm is not None and self.norm.split:
+            raise UnsupportedError(
+                "gradients through qk_norm take one vector of weights for all rows, got "
+                f"qk_norm_split={self.norm.split}: normalise q and k before the call"
+            )
 
     def in_float32(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K as ``fa_int8`` quantises them: not rounded to their storage type.
@@ -453,9 +485,10 @@ class Preparation:
         if self.norm is not None:
             weights = self.norm.q_weight, self.norm.k_weight
             q, k = (
-                x / np.sqrt(self.norm.mean_square(x) + self.norm.eps) * by_head(w)
+                x / np.sqrt(self.norm.mean_square(x) + self.norm.eps)
+                * self.norm.by_row(w, x.shape[2])
                 for x, w in zip((q, k), map(as_float64, weights), strict=True)
-            )
+            )  # fmt: skip
         if self.rope is not None:
             q, k = self.rope.exact(q, k)
         with np.errstate(invalid="ignore"):  # infinities
@@ -480,7 +513,22 @@ class Preparation:
 
     def _normalised(self, x: Array, weight: Array, norm: Norm) -> Array:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return x * self.norm_factor(x, norm) * by_head(weight)
+            return x * self.norm_factor(x, norm) * norm.by_row(weight, x.shape[2])
+
+
+def _checked_split(split: Any, is_normed: bool) -> int:
+    """Return `qk_norm_split` as an int."""
+    try:
+        found = operator.index(split)
+    except TypeError:
+        raise TypeError(f"qk_norm_split must be a whole number, got {shown(split)}") from None
+    if isinstance(split, (bool, np.bool_)) or not 0 <= found <= INT32_MAX:
+        raise ValueError(f"qk_norm_split must be 0 to 2**31 - 1, got {shown(split)}")
+    if found and not is_normed:
+        raise ValueError(
+            f"qk_norm_split={found} says which weights of qk_norm a row takes: give qk_norm too"
+        )
+    return found
 
 
 def _mean_of_tokens(x: Array) -> Array:

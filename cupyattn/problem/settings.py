@@ -67,6 +67,7 @@ class Settings(NamedTuple):
     check_finite: bool = False
     max_len_q: int | None = None
     max_len_k: int | None = None
+    qk_norm_split: int = 0
 
     @property
     def types(self) -> tuple[type, ...]:
@@ -367,6 +368,7 @@ class RowOptions(TypedDict, total=False):
     """Options for the layout of rows and for their normalisation."""
 
     qk_norm_eps: float
+    qk_norm_split: int
     layout: str
 
 

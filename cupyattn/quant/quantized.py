@@ -314,8 +314,8 @@ class QuantizedQKV:
             number of rows, and any multiple of `heads_kv` heads. For packed keys (total_q, heads,
             head_dim).
         **options
-            ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm`` and
-            ``qk_norm_eps`` as for `cupyattn.quantize`: as for K, at the positions of these rows.
+            ``backend``, ``rope``, ``rope_interleaved``, ``rope_offset_q``, ``qk_norm``,
+            ``qk_norm_eps`` and ``qk_norm_split`` as for K in `cupyattn.quantize`, for these rows.
             For packed keys ``cu_seqlens_q`` and ``max_len_q``; those of this record when omitted.
 
         Returns

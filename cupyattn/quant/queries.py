@@ -22,7 +22,7 @@ from cupyattn.quant.config import QuantConfig
 #: Keywords of `QuantizedQKV.with_q`, which say where and how queries are quantised.
 OPTIONS = (
     "backend", "cu_seqlens_q", "max_len_q", "rope", "rope_interleaved", "rope_offset_q", "qk_norm",
-    "qk_norm_eps",
+    "qk_norm_eps", "qk_norm_split",
 )  # fmt: skip
 _OF_Q = ("q_codes", "q_scale", "q_zero", "q_code_sum", "group_q", "cu_seqlens_q", "max_len_q")
 

@@ -92,7 +92,7 @@ def judge(
         held to the codes, too (docs/MATH_REFERENCE.md, §13).
     scale, causal, causal_align, window, softcap, mask, bias, block_mask
         As for the call that made `o`.
-    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps
+    rope, rope_interleaved, rope_offset_q, qk_norm, qk_norm_eps, qk_norm_split
         As for the call that made `o`: q and k are prepared as the kernels prepare them, and
         everything else is about those. `quantized` has prepared operands already; J3 is then
         against attention of q and k prepared in float64.

@@ -16,7 +16,7 @@
 #include "prims/instructions/warp.cuh"
 
 static_assert(
-    QK_NORM && !NORM_BY_TOKEN && HEAD_DIM % 2 == 0,
+    QK_NORM && !NORM_BY_TOKEN && !NORM_BY_PART && HEAD_DIM % 2 == 0,
     "backward_normalise takes rows of pairs, each with a norm: HEAD_DIM must be even");
 
 constexpr int ROWS_PER_PASS = NUM_THREADS / PAIR_LANES;

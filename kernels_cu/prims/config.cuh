@@ -189,6 +189,7 @@ constexpr bool ROPE_INTERLEAVED = ROPE && CFG_ROPE % 2 == 0;  // pairs of neighb
 constexpr bool ROPE_BY_COLUMN = CFG_ROPE > 2;                 // by a number for each column
 constexpr bool QK_NORM = CFG_QK_NORM != 0;        // rows of Q and K are divided by their RMS,
 constexpr bool NORM_BY_TOKEN = CFG_QK_NORM == 2;  // the heads of a token by one that they share,
+constexpr bool NORM_BY_PART = CFG_QK_NORM == 3;   // with weights of two parts of the rows,
 constexpr bool QK_ROTATE = CFG_QK_ROTATE;         // and multiplied by a Hadamard matrix
 constexpr bool VARLEN = CFG_VARLEN != 0;          // batch entries have lengths of their own:
 constexpr bool PACKED = CFG_VARLEN == 1;          // sequences packed without padding,

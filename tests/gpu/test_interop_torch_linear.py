@@ -96,6 +96,40 @@ def test_a_single_block_reads_attention_and_mlp_where_they_lie() -> None:
                 assert torch.equal(compiled(x, a, gate), expected)
 
 
+def test_two_streams_write_where_joint_attention_reads() -> None:
+    """Compiled, rows of both have the bits of the streams' own results."""
+    torch.manual_seed(0)
+    width, tokens = 3072, (512, 4096)
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    streams = [
+        [interop.Int8Linear.from_linear(
+            torch.nn.Linear(width, width, **options).requires_grad_(False), strategy="channel"
+        ) for _ in "qkv"] for _ in tokens
+    ]  # fmt: skip
+
+    def parts(given: Any) -> Any:
+        rows = [torch.nn.functional.layer_norm(x, (width,), eps=1e-6) for x in given]
+        return [[own(x) for own in layers] for layers, x in zip(streams, rows, strict=True)]
+
+    def joint(*given: Any) -> Any:
+        text, image = parts(given)
+        return [torch.cat(pair, 1) for pair in zip(text, image, strict=True)]
+
+    def separate(*given: Any) -> Any:
+        text, image = parts(given)
+        return *text, *image
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        run, alone = (torch.compile(one, fullgraph=True) for one in (joint, separate))
+        for _ in range(2):
+            given = [torch.randn(1, n, width, **options) for n in tokens]
+            own = alone(*given)
+            for _ in range(4):  # the last are launches of a graph
+                for x, text, image in zip(run(*given), own[:3], own[3:], strict=True):
+                    assert torch.equal(x, torch.cat((text, image), 1))
+
+
 def test_the_pass_in_front_of_a_product_is_captured_and_compiled() -> None:
     x = torch.randn(512, 3072, device="cuda").to(torch.bfloat16)
     shift = torch.randn(1, 3072, device="cuda").to(torch.bfloat16)

@@ -245,19 +245,21 @@ def test_four_bits(head_dim: int, dtype: np.dtype) -> None:
 @pytest.mark.parametrize("pairs", ROPE_PAIRS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 40, 6])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("norm", ["head", "token", "part"])
 def test_rows_are_normalised_and_turned_as_they_are_quantised(
-    by_token: bool, dtype: np.dtype, head_dim: int, pairs: str
+    norm: str, dtype: np.dtype, head_dim: int, pairs: str
 ) -> None:
     """J1 of the prepared rows, many blocks of them, and J2 and J3 of attention on them."""
     inputs = normal((2, 4, 300, head_dim), (2, 2, 1100, head_dim), dtype.name)
     rng = np.random.default_rng(7)
-    weights = tuple(rng.uniform(0.5, 2, (n, head_dim)).astype(np.float32) for n in (4, 2))
-    weights = tuple(w.reshape(-1) if by_token else w for w in weights)
+    vectors = (2, 2) if norm == "part" else (4, 2)
+    weights = tuple(rng.uniform(0.5, 2, (n, head_dim)).astype(np.float32) for n in vectors)
+    weights = tuple(w.reshape(-1) if norm == "token" else w for w in weights)
     by_column = pairs.endswith(BY_COLUMN)
     tables = (runs.column_tables if by_column else runs.rope_tables)(1100, head_dim)
     interleaved = pairs.startswith("interleaved")
     options: dict[str, Any] = {"rope_interleaved": interleaved, "rope_offset_q": 800}
+    options |= {"qk_norm_split": 77} if norm == "part" else {}
     moved = tuple(map(on_device, inputs))
     given = {"rope": tuple(map(on_device, tables)), "qk_norm": tuple(map(on_device, weights))}
     quants = [QuantConfig(), QuantConfig("head", "token", symmetric=False)]

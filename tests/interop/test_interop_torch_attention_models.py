@@ -20,11 +20,11 @@ attention_rows = importlib.import_module("cupyattn.interop.torch.attention_rows"
 fresh = rows.fresh  # runs by itself
 
 #: Calls of attention in small models: how many, how many of them rotate, and how many normalise.
-#: Self-attention of LTX rotates across heads; the text of the double blocks of Flux and
-#: HunyuanVideo, and of Qwen-Image and SD3, has norms of its own.
+#: Self-attention of LTX rotates across heads. Norms of text and image in the double blocks of Flux
+#: and HunyuanVideo, in Qwen-Image and in SD3 have weights of their own.
 MODELS = {
-    "Flux": (4, 4, 2), "Wan 2.1 14B": (4, 2, 4), "Kandinsky 5 Lite": (6, 4, 6),
-    "Qwen-Image": (2, 2, 0), "SD3.5 Large": (2, 0, 0), "HunyuanVideo": (5, 4, 2),
+    "Flux": (4, 4, 4), "Wan 2.1 14B": (4, 2, 4), "Kandinsky 5 Lite": (6, 4, 6),
+    "Qwen-Image": (2, 2, 2), "SD3.5 Large": (2, 0, 2), "HunyuanVideo": (5, 4, 4),
     "LTX": (4, 0, 2), "Z-Image": (4, 4, 4), "Wan 2.2 5B": (4, 2, 4),
 }  # fmt: skip
 

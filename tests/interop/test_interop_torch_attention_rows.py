@@ -325,7 +325,10 @@ def test_views_of_a_fused_product_are_read_in_place() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, *slow([True])])
 def test_parts_with_tables_of_their_own_are_rotated_together(dynamic: bool) -> None:
-    """As text and image of Qwen-Image, whose norms have other weights and stay."""
+    """As text and image of Qwen-Image, whose norms have other weights.
+
+    Norms stay where the length of a part is a symbol.
+    """
     rotate, tables_of, *_ = FORMS["Z-Image"]
     text, image = ([tensors(1, n, HEADS, WIDTH, seed=n + i) for i in range(3)] for n in (5, 8))
     angle = [angles(n, seed=n) for n in (5, 8)]
@@ -345,15 +348,19 @@ def test_parts_with_tables_of_their_own_are_rotated_together(dynamic: bool) -> N
     for length, own, table in zip((5, 8), parts, tables, strict=True) if dynamic else ():
         of_any_length(length, *own, table)
     found, graphs = run(function, *parts, *tables)
-    assert is_taken(graphs) == [(True, False)]
-    assert graphs.names().count("aten.rsqrt.default") == 4
-    q, k = (
-        torch.cat([norms[2 * of + i](own[i]) for of, own in enumerate((text, image))], 1)
-        for i in (0, 1)
-    )
-    rope = tuple(torch.cat([own[i] for own in angle]) for i in (0, 1))
-    v = torch.cat((text[2], image[2]), 1)
-    assert torch.equal(found, expected(q, k, v, rope=rope, rope_interleaved=True))
+    assert is_taken(graphs) == [(True, not dynamic)]
+    assert graphs.names().count("aten.rsqrt.default") == 4 * dynamic
+    q, k, v = (torch.cat(pair, 1) for pair in zip(text, image, strict=True))
+    options: Any = {"rope": tuple(torch.cat([own[i] for own in angle]) for i in (0, 1))}
+    if dynamic:
+        q, k = (
+            torch.cat([norms[2 * of + i](own[i]) for of, own in enumerate((text, image))], 1)
+            for i in (0, 1)
+        )
+    else:
+        weights = (torch.stack([norms[2 * of + i].weight for of in (0, 1)]) for i in (0, 1))
+        options |= {"qk_norm": tuple(weights), "qk_norm_eps": 1e-5, "qk_norm_split": 5}
+    assert torch.equal(found, expected(q, k, v, rope_interleaved=True, **options))
 
 
 @pytest.mark.parametrize("dynamic", [False, *slow([True])])

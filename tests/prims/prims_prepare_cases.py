@@ -21,7 +21,7 @@ ROWS, ROW0, POSITION, EPS = 11, 3, 5, 0.125
 
 def prepared_arguments(dtype: str, head_dim: int, rope: str) -> Arguments:
     x = rng().normal(size=(ROWS, head_dim))
-    params = {"weight_stride_head": head_dim, "eps": EPS, "position": POSITION}
+    params = {"weight_step": head_dim, "eps": EPS, "position": POSITION}
     return {
         "given": pack(NORM_PARAMS, params, {}),
         **tables(POSITION + ROW0 + ROWS, head_dim, rope),

@@ -71,6 +71,12 @@ def of_tokens(head_dim: int) -> tuple[Any, Any]:
     return tuple(w.reshape(-1) for w in weights(head_dim, by_head=True))  # type: ignore[return-value]
 
 
+def of_parts(head_dim: int) -> tuple[Any, Any]:
+    """Weights of two parts of the rows."""
+    rng = np.random.default_rng(6)
+    return tuple(rng.uniform(0.5, 2, (2, head_dim)).astype(np.float32) for _ in "qk")  # type: ignore[return-value]
+
+
 def options_of(head_dim: int, kind: str) -> dict[str, Any]:
     """Return the requested preparation of rows, by name."""
     tables = rope_tables(90, head_dim)
@@ -86,10 +92,16 @@ def options_of(head_dim: int, kind: str) -> dict[str, Any]:
             "qk_norm": of_tokens(head_dim), "qk_norm_eps": 1e-3, "rope": tables,
             "rope_interleaved": True, "rope_offset_q": 7,
         },
+        "norm, of parts": {"qk_norm": of_parts(head_dim), "qk_norm_split": 19},
+        "both, of parts": {
+            "qk_norm": of_parts(head_dim), "qk_norm_split": 19, "rope": tables, "rope_offset_q": 7,
+        },
     }[kind]  # fmt: skip
 
 
-KINDS = ("norm", "rope", "both", "both, interleaved, by head", "both, of tokens")
+KINDS = (
+    "norm", "rope", "both", "both, of parts", "both, interleaved, by head", "both, of tokens"
+)
 
 
 def preparation(head_dim: int, **options: Any) -> Preparation:
@@ -243,6 +255,7 @@ def assert_codes_are_the_mirrors(
     [
         ("float16", 16, "both, interleaved, by head", 0, 0), ("bfloat16", 32, "both", 1, 0),
         ("float32", 24, "norm", 3, 0), ("float16", 64, "both, of tokens", 0, 3),
+        ("bfloat16", 32, "both, of parts", 0, 0), ("float32", 6, "both, of parts", 2, 1),
         *(
             pytest.param(*cell, marks=pytest.mark.slow)
             for cell in (
@@ -277,7 +290,7 @@ def test_codes_and_scales_are_the_mirrors_to_the_bit(
             2, marks=pytest.mark.slow,
         ),
         pytest.param(
-            "prims/io/prepare.cuh", "p.weight + head * p.weight_stride_head", "p.weight", 2,
+            "prims/io/prepare.cuh", "(NORM_BY_PART ? 0 : head * p.weight_step)", "0", 2,
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -417,7 +430,7 @@ def test_k_of_one_head_goes_with_a_norm_of_the_heads_of_q() -> None:
 
 def test_features_say_nothing_where_nothing_is_normalised() -> None:
     assert "CFG_QK_NORM" not in Features("float16", 8).defines()
-    for number, kind in ((1, "head"), (2, "token")):
+    for number, kind in ((1, "head"), (2, "token"), (3, "part")):
         assert Features("float16", 8, qk_norm=kind).defines()["CFG_QK_NORM"] == number
     with pytest.raises(ValueError, match=r"features.qk_norm must be one of .* got 'row'"):
         Features("float16", 8, qk_norm="row")
@@ -425,13 +438,16 @@ def test_features_say_nothing_where_nothing_is_normalised() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("head_dim", "kind"), [(128, 3), (128, 4), *slow_rows(((64, 2), (256, 3), (256, 4)))]
+    ("head_dim", "kind"),
+    [(128, 3), (128, 4), (128, 5), *slow_rows(((64, 2), (256, 3), (256, 4), (64, 6)))],
 )
 def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
     """Registers of two blocks of 256 threads for a multiprocessor."""
     x = Operand.contiguous((1, 2, 500, head_dim), 2)
     how = ("half_split", 0, 1), ("", 0, 1), ("half_split", 0, 1), *[("interleaved", 3, 2)] * 2
-    own = {n: Prepares(n, *how[kind], 1e-6, by_token=kind == 4) for n in "qk"}
+    how = *how, ("interleaved_by_column", 0, 2), ("", 0, 2)
+    parts = {"by_token": kind == 4, "split": 200 if kind > 4 else 0}
+    own = {n: Prepares(n, *how[kind], 1e-6, **parts) for n in "qk"}
     part = {
         n: Part(x, g, smooth=n == "k", prepares=own[n]) for n, g in (("q", 2), ("k", 16))
     }
@@ -448,7 +464,7 @@ def test_what_runs_spills_nothing(dtype: str, head_dim: int, kind: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["norm", "both", "both, interleaved, by head", "both, of tokens"]
+    "kind", ["norm", "both", "both, of parts", "both, interleaved, by head", "both, of tokens"]
 )
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "pad"),

@@ -112,7 +112,7 @@ def attention(
     **options
         The other arguments of `cupyattn.attention`, constants of the trace: variant, accuracy,
         scale, causal, causal_align, window, softcap, rope_interleaved, rope_offset_q, qk_norm_eps,
-        block_mask, quant, tiles, arch, backend.
+        qk_norm_split, block_mask, quant, tiles, arch, backend.
 
     Returns
     -------

@@ -4,6 +4,7 @@ Attention normalises and rotates rows as it quantises them, or in one pass (`qk_
 `cupyattn.attention`). It takes them if q and k are rotated by the same tables of positions, and if
 nothing else reads the intermediate results. It computes them in float32, without the roundings of
 the model in between. Parts of q may be rotated by tables of their own before they are concatenated.
+Two parts, text and image of joint attention, may also have norms with weights of their own.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from cupyattn.interop.torch.rotations import (
 from cupyattn.interop.torch.schema import ATTENTION_OF_LAYER as SCHEMA
 
 _aten = torch.ops.aten
+_WEIGHTS = ("q_norm_weight", "k_norm_weight")
 _OPERATOR = "cupyattn.diffusers_attention.default"
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
 #: Axis of positions of q and k.
 _POSITIONS = 2
 #: Axes of rows that lie by token, in the order of q and k.
 _TOKENS_FIRST = (0, 2, 1, 3)
+#: Number of parts whose norms may have weights of their own.
+_PARTS = 2
 #: Inserted tables by what makes them.
 _Made = dict[Any, tuple[Node, Node]]
 
@@ -58,8 +62,8 @@ class _Rows(NamedTuple):
     tables : tuple of Tables
         Of each part; empty if nothing is rotated.
     interleaved : bool
-    norm : Prologue or None
-        The norm that is before the rotation. Its input is then the only part.
+    norms : tuple of Prologue
+        The norms that are before the rotation: of each part, or none. They have one eps.
     split : Node or None
         The view that splits the channels of the part into heads, behind a norm of all channels.
     """
@@ -68,7 +72,7 @@ class _Rows(NamedTuple):
     axes: tuple[int, ...]
     tables: tuple[Tables, ...] = ()
     interleaved: bool = False
-    norm: Prologue | None = None
+    norms: tuple[Prologue, ...] = ()
     split: Node | None = None
 
     @property
@@ -84,13 +88,18 @@ class _Rows(NamedTuple):
     @property
     def norm_kind(self) -> tuple[Any, ...]:
         """Equal for rows with norms that differ in their weights alone."""
-        return self.norm and self.norm.eps, self.split is None
+        first = self.first if len(self.norms) > 1 else 0
+        return {norm.eps for norm in self.norms}, self.split is None, first
+
+    @property
+    def first(self) -> Any:
+        """Number of rows of the first part."""
+        return value_of(self.parts[0]).shape[self.axis]
 
     @property
     def leaves(self) -> set[Node]:
         """The nodes that stay."""
-        norm = self.norm
-        own = [] if norm is None else [x for x in norm.vectors if x is not None]
+        own = [x for norm in self.norms for x in norm.vectors if x is not None]
         nodes = (node for x in self.tables if x.form != "none" for node in x.nodes)
         return {*self.parts, *nodes, *own}
 
@@ -175,13 +184,39 @@ def _rotated(node: Node) -> _Rows | None:
 
 
 def _normed(rows: _Rows) -> _Rows | None:
-    """Return the rows before their norm, if all have one with one vector of weights.
+    """Return the rows before their norms, each with one vector of weights.
 
-    The norm is that of each head, or of all heads of a token before they are split.
+    The norm is that of each head, or of all heads of a token before they are split. Of two parts
+    both have a norm of each head.
     """
     if len(rows.parts) > 1:
-        return None
+        return _normed_parts(rows, rows.parts)
     below = _permuted(rows.parts[0], rows.axes)
+    parts, axis = concatenated(below.parts[0])
+    if parts and axis == below.axis:
+        return _normed_parts(rows._replace(axes=below.axes), parts)
+    return _normed_part(rows, rows.parts[0])
+
+
+def _normed_parts(rows: _Rows, parts: Sequence[Node]) -> _Rows | None:
+    """Return the rows of two parts before their norms of each head."""
+    found = [_normed_part(rows, part) for part in parts]
+    normed = [one for one in found if one is not None and one.split is None]
+    if len(found) != _PARTS or len(normed) != _PARTS:
+        return None
+    first, second = normed
+    one, other = (_permuted(own.parts[0], own.axes) for own in normed)  # as they lie in memory
+    if one.axes != other.axes or first.norm_kind != second.norm_kind:
+        return None
+    made = first._replace(
+        parts=(*one.parts, *other.parts), axes=one.axes, norms=(*first.norms, *second.norms)
+    )
+    return made if isinstance(made.first, int) else None
+
+
+def _normed_part(rows: _Rows, part: Node) -> _Rows | None:
+    """Return the rows of one part before its norm."""
+    below = _permuted(part, rows.axes)
     [end] = below.parts
     split = end if _splits_heads(end, below.axes) else None
     norm = norm_of(end if split is None else split.args[0])
@@ -189,7 +224,7 @@ def _normed(rows: _Rows) -> _Rows | None:
         return None
     if any(x is not None for x in norm.vectors[1:]):
         return None
-    return rows._replace(parts=(norm.x,), axes=below.axes, norm=norm, split=split)
+    return rows._replace(parts=(norm.x,), axes=below.axes, norms=(norm,), split=split)
 
 
 def _splits_heads(node: Node, axes: tuple[int, ...]) -> bool:
@@ -233,17 +268,55 @@ def _replace(graph: Graph, attention: Node, found: tuple[_Rows, _Rows], made: _M
     with graph.inserting_before(attention):
         for name, rows in zip("qk", found, strict=True):
             arguments[name] = _insert_rows(graph, rows)
-            if rows.norm is not None:
-                arguments[f"{name}_norm_weight"] = wide(graph, rows.norm.weight)
-                of_call = of_call._replace(qk_norm_eps=rows.norm.eps)
+        if found[0].norms:
+            weights = _insert_weights(graph, found)
+            arguments |= dict(zip(_WEIGHTS, weights, strict=True))
+            split = found[0].first if len(found[0].norms) > 1 else 0
+            of_call = of_call._replace(qk_norm_eps=found[0].norms[0].eps, qk_norm_split=split)
         if found[0].tables:
             arguments["rope_cos"], arguments["rope_sin"] = _insert_tables(graph, found[0], made)
             of_call = of_call._replace(rope_interleaved=found[0].interleaved)
         args = SCHEMA.flat(arguments, settings._replace(of_call=of_call))
         val = attention.target(*map(value_of, args))
-        if same(lies_at(val), lies_at(old)):
-            attention.replace_all_uses_with(insert_call(graph, attention.target, args, val))
+        alike = same(lies_at(val), lies_at(old))
+        if alike or _is_read_by_token(attention, val):
+            own = insert_call(graph, attention.target, args, val)
+            attention.replace_all_uses_with(own)
             graph.erase_node(attention)
+            if not alike:
+                _drop_copies(graph, own)
+
+
+def _is_read_by_token(attention: Node, val: Any) -> bool:
+    """Whether all readers of a result take it token by token, and it now lies in this order."""
+    by_token = all(
+        one.target is _aten.permute.default and tuple(one.args[1]) == _TOKENS_FIRST
+        for one in attention.users
+    )
+    return by_token and bool(val.permute(_TOKENS_FIRST).is_contiguous())
+
+
+def _drop_copies(graph: Graph, attention: Node) -> None:
+    """Let readers of a result that lies token by token do without a copy in this order."""
+    for rows in attention.users:
+        rows.meta["val"] = like = value_of(attention).permute(_TOKENS_FIRST)
+        for copy in list(rows.users):
+            if copy.target is _aten.clone.default and same(lies_at(value_of(copy)), lies_at(like)):
+                copy.replace_all_uses_with(rows)
+                graph.erase_node(copy)
+
+
+def _insert_weights(graph: Graph, found: Sequence[_Rows]) -> list[Node]:
+    """Return the weights of q and of k: (head_dim,), or (2, head_dim) of two parts."""
+    own = [wide(graph, norm.weight) for rows in found for norm in rows.norms]
+    if len(own) == len(found):
+        return own
+    one_by_one = insert(graph, _aten.cat.default, own)  # one kernel makes all of them
+    every = insert(graph, _aten.reshape.default, one_by_one, [len(own), -1])
+    return [
+        insert(graph, _aten.slice.Tensor, every, 0, _PARTS * i, _PARTS * (i + 1))
+        for i in range(len(found))
+    ]
 
 
 def _insert_rows(graph: Graph, rows: _Rows) -> Node:

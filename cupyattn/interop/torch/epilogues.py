@@ -31,6 +31,7 @@ from cupyattn.interop.torch.graph_nodes import (
     same,
     value_of,
 )
+from cupyattn.interop.torch.joint_rows import join_rows
 from cupyattn.interop.torch.prologues import Prologue, prologue_of, smoothed
 from cupyattn.quant.blocks import strategy_of_weight
 from cupyattn.version import __version__
@@ -95,7 +96,7 @@ def _uuid() -> str:
     names = (
         here.name, "prologues.py", "activation_nodes.py", "graph_nodes.py", "linear_parts.py",
         "inductor_calls.py", "places.py", "attention_rows.py", "rotations.py", "schema.py",
-        "concatenations.py",
+        "concatenations.py", "joint_rows.py",
     )  # fmt: skip
     sources = [here.with_name(name).read_bytes() for name in names]
     return f"cupyattn {__version__} {hashlib.sha256(b''.join(sources)).hexdigest()}"
@@ -143,6 +144,7 @@ def fuse(graph: Graph) -> None:
             _replace_by_layer(graph, *found_of.popitem())
         else:
             _replace_by_layers(graph, found_of)
+    join_rows(graph)
     graph.eliminate_dead_code()
 
 

@@ -42,6 +42,7 @@ def attention(
     rope_offset_q: int = 0,
     qk_norm: tuple[Tensor, Tensor] | None = None,
     qk_norm_eps: float = EPS,
+    qk_norm_split: int = 0,
     block_mask: BlockMask | None = None,
     lengths_q: Tensor | None = None,
     lengths_kv: Tensor | None = None,
@@ -78,8 +79,8 @@ def attention(
         As for `cupyattn.attention`: CUDA tensors run on "cuda", CPU tensors on the mirror or the
         interpreter of the kernels.
     variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved, \
-    rope_offset_q, qk_norm_eps, block_mask, layout, return_lse, out, quant, tiles, arch, \
-    check_finite
+    rope_offset_q, qk_norm_eps, qk_norm_split, block_mask, layout, return_lse, out, quant, \
+    tiles, arch, check_finite
         As for `cupyattn.attention`.
 
     Returns
@@ -123,6 +124,7 @@ def attention(
     settings = made(
         variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved,
         rope_offset_q, qk_norm_eps, layout, return_lse, quant, tiles, arch, backend, check_finite,
+        None, None, qk_norm_split,
     )  # fmt: skip
     tensors = named(
         q, k, v, mask=mask, bias=bias, rope=rope, qk_norm=qk_norm, lengths_q=lengths_q,

@@ -95,5 +95,10 @@ def insert_call(graph: Graph, target: Any, args: tuple[Any, ...], val: Any) -> N
     node = graph.call_function(target, args)
     node.meta["val"] = val
     if target is not operator.getitem:
-        node.meta["eager_input_vals"] = map_arg(args, value_of), {}
+        keep_strides(node)
     return node
+
+
+def keep_strides(call: Node) -> None:
+    """Let the operands of a call keep their present strides."""
+    call.meta["eager_input_vals"] = map_arg(call.args, value_of), {}

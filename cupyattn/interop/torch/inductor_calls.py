@@ -15,8 +15,8 @@ import torch
 
 #: Operators with generated calls, by their names in ``torch.ops.cupyattn``.
 OPERATORS = (
-    "int8_linear", "int8_layer", "int8_layers", "int8_normed_layers", "diffusers_attention",
-    "attention", "attention_qkv",
+    "int8_linear", "int8_layer", "int8_layers", "int8_normed_layers", "int8_normed_layers_into",
+    "diffusers_attention", "attention", "attention_qkv",
 )  # fmt: skip
 #: Reason if operators use the dispatcher with this version of torch; "" if they do not, or if
 #: nothing was compiled yet.
@@ -88,7 +88,7 @@ def _texts(node: Any, wrapper: Any, device: Any) -> tuple[str, str]:
     if named:
         raise TypeError(f"arguments by keyword: {', '.join(named)}")
     arguments = "".join(f"{wrapper.val_to_arg_str(x)}, " for x in given)
-    outputs = list(getattr(node, "outputs", ())) or [node]
+    outputs = [one for one in getattr(node, "outputs", ()) or [node] if one is not None]
     layouts = [one.get_layout() for one in outputs]
     shapes = wrapper.codegen_python_shape_tuple
     results = [f"{shapes(one.size)}, {shapes(one.stride)}, {one.dtype}" for one in layouts]
@@ -96,9 +96,9 @@ def _texts(node: Any, wrapper: Any, device: Any) -> tuple[str, str]:
     lengths += [n for x in node.inputs for n in (*x.get_size(), *x.get_stride())]
     symbols = sorted({f"{s}" for x in (lengths, given) for s in _symbols(x)})
     made = [f"y{number}" for number in range(len(results))]
-    returned = made[0]
     kind = node.op_overload._schema.returns
-    if len(kind) > 1 or not isinstance(kind[0].type, torch.TensorType):
+    returned = made[0] if made else "None"
+    if len(kind) > 1 or (kind and not isinstance(kind[0].type, torch.TensorType)):
         returned = f"[{', '.join(made)}]"
     name = node.op_overload._schema.name.removeprefix("cupyattn::")
     texts = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import Tensors
-from cupyattn.interop.torch.ops import define, differentiate
+from cupyattn.interop.torch.ops import autograd_state, define, differentiate
 from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import run
@@ -23,6 +23,8 @@ from cupyattn.quant.activation import columns_of
 
 #: Operands of a product, except codes and scales of x, by the names of the plan's buffers.
 OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
+#: These, and the tensor that receives the result.
+_TENSORS = (*OPERANDS, "c")
 _OPERANDS = len(OPERANDS)
 
 
@@ -45,8 +47,8 @@ def multiply(
     ----------
     x : Tensor, (..., in)
     layers : sequence
-        For each layer its weight, the weight's scales, bias, residual and gate; None, or left out
-        at the end, where there is no such tensor.
+        For each layer its weight, the weight's scales, bias, residual, gate, and the tensor that
+        receives the result; None, or left out at the end, where there is no such tensor.
     activations : tuple of str
         Activation of each layer; "" for none.
     arch, backend : str, optional
@@ -99,8 +101,8 @@ _OF_LAYERS = Tensors()
 
 @functools.cache
 def _names(number: int) -> tuple[str, ...]:
-    """Return the names of a layer's operands in a call, by the layer's number."""
-    return tuple(f"{name}{number}" for name in OPERANDS)
+    """Return the names of a layer's tensors in a call, by the layer's number."""
+    return tuple(f"{name}{number}" for name in _TENSORS)
 
 
 def results_of(
@@ -229,6 +231,33 @@ def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
     return results_of(call.x, call.layers, call.activations)
 
 
+def _call_into(arguments: Sequence[Any]) -> tuple[NormedLayers, list[tuple[Any, ...]]]:
+    """Return a call, and the tensors of its layers with the tensors that receive the results."""
+    *given, out = arguments
+    call = _checked_call(given)
+    if len(out) != len(call.weights):
+        raise ValueError(
+            f"out must have a tensor for each of {len(call.weights)} layers, got {len(out)}"
+        )
+    none = (None,) * _OPERANDS
+    layers = zip(call.layers, out, strict=True)
+    return call, [(*layer, *none[len(layer) :], y) for layer, y in layers]
+
+
+def _normed_layers_into(*arguments: Any) -> None:
+    call, layers = _call_into(arguments)
+    if autograd_state(arguments)[0]:
+        _refuse_several()
+    multiply(
+        call.x, layers, tuple(call.activations), call.arch, call.backend, before=call.before,
+        vectors=call.vectors,
+    )  # fmt: skip
+
+
+def _normed_layers_into_fake(*arguments: Any) -> None:
+    _call_into(arguments)
+
+
 layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
@@ -244,12 +273,18 @@ layers = define(
 )  # fmt: skip
 
 
-normed_layers = define(
-    "int8_normed_layers",
+_NORMED = (
     "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str? norm, "
     "float eps, str row_activation, str? rotate, Tensor[] weights, Tensor[] weight_scales, "
-    "Tensor?[] biases, Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend",
-    "Tensor[]", _normed_layers, _normed_layers_fake,
+    "Tensor?[] biases, Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend"
+)
+normed_layers = define(
+    "int8_normed_layers", _NORMED, "Tensor[]", _normed_layers, _normed_layers_fake
+)
+#: The same, which writes the results into given tensors in C order.
+normed_layers_into = define(
+    "int8_normed_layers_into", f"{_NORMED}, Tensor(a!)[] out", "()", _normed_layers_into,
+    _normed_layers_into_fake,
 )  # fmt: skip
 
 

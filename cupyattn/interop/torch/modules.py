@@ -31,8 +31,8 @@ class Attention(torch.nn.Module):
     Parameters
     ----------
     variant, accuracy, scale, causal, causal_align, window, softcap, rope_interleaved, \
-    rope_offset_q, qk_norm_eps, block_mask, layout, return_lse, quant, tiles, deterministic, arch, \
-    backend
+    rope_offset_q, qk_norm_eps, qk_norm_split, block_mask, layout, return_lse, quant, tiles, \
+    deterministic, arch, backend
         As for `attention`. Unlike the function, a module takes a block mask into a compiled graph.
 
     Examples

@@ -37,7 +37,7 @@ def call({parameters}):
     if (
         graph is None or graph.handle is None or here.generation != generation[0] or capturing(at)
     ):
-        given = tensors, results, scratch = ({tensors},), ({names},), scratch
+        given = tensors, results, scratch = ({tensors},), ({names}), scratch
         return found({form}, key, given, at, {returned}, {arguments})
     of_device = here.of_device
     of_device.calls = graph.last_call = of_device.calls + 1
@@ -93,8 +93,8 @@ def place(
         parameters=", ".join([*given, *symbols]), arguments=arguments, index=index, form=form,
         allocate="; ".join(f"{y} = empty({x})" for y, x in zip(made, results, strict=True)),
         nbytes=f"nbytes.get({form}, 0)" if symbols else "nbytes[()]",
-        key=", ".join([*symbols, *reads]), tensors=", ".join(given), names=", ".join(made),
-        returned=returned,
+        key=", ".join([*symbols, *reads]), tensors=", ".join(given),
+        names="".join(f"{y}, " for y in made), returned=returned,
     )  # fmt: skip
     space = own.names()
     exec(compile(text, f"<cupyattn place of {operator}>", "exec"), space)
@@ -235,7 +235,7 @@ class Place:
                 self._known.clear()
             self._known[form] = _Known(ready)
         elif ready.is_launched_alone:
-            own = [*made] if isinstance(made, (list, tuple)) else [made]
+            own = [*made] if isinstance(made, (list, tuple)) else [made] * (made is not None)
             buffers = _buffers(by_buffer, [*tensors, *own])
             if buffers is not None and all(map(_have_same_layout, own, results)):
                 self._known[form] = _Known(ready, buffers)

@@ -306,7 +306,7 @@ struct Rowwise<true> {
     PreparedRow found;
     convert(found, x);
     if constexpr (FACTORS_FIRST) {
-      found.normalise(how, factor);
+      found.normalise(how.of_row(row), factor);
       __syncwarp();  // no hazard: tables are not read before, when weights take registers
       found.follow_norm(how, row);
     } else {

@@ -1,6 +1,7 @@
 // prepare.cuh -- preparation of rows of Q and K before they are quantised, in float32. QK_NORM
 // divides by their root mean square and applies weights. NORM_BY_TOKEN: that of all heads of a
-// token, which token_factors.cu computes before. ROPE then rotates them by their positions.
+// token, which token_factors.cu computes before. NORM_BY_PART: two parts of the rows, such as text
+// and image, have weights of their own. ROPE then rotates them by their positions.
 // QK_ROTATE multiplies them by an orthogonal matrix, which spreads a channel of large numbers.
 // Every operation is a named intrinsic with one IEEE rounding. So none is contracted, and all equal
 // NumPy's: cupyattn/problem/row_preparation.py does the same, bit for bit.
@@ -23,11 +24,11 @@ template <>
 struct PrepareParams<true> {
   const float* cos;  // [positions, ROPE_TABLE]; not read unless ROPE
   const float* sin;
-  const float* weight;         // [heads, HEAD_DIM]; not read unless QK_NORM
-  const float* token_factor;   // [batch, tokens]; not read unless NORM_BY_TOKEN
-  int64_t weight_stride_head;  // 0 shares one vector
-  float eps;                   // added to the mean square
-  int32_t position;            // of row 0
+  const float* weight;        // [heads or parts, HEAD_DIM]; not read unless QK_NORM
+  const float* token_factor;  // [batch, tokens]; not read unless NORM_BY_TOKEN
+  int64_t weight_step;        // between heads, or 0; NORM_BY_PART: rows of the first part
+  float eps;                  // added to the mean square
+  int32_t position;           // of row 0
 };
 
 // token_factors.cu takes it.
@@ -92,17 +93,24 @@ constexpr int LANE_PAIRS = ceil_div(ANGLES == 0 ? 1 : ROPE_ACCESSES, PAIR_LANES)
 struct Preparation {
   const float* cos;     // [rows, ROPE_TABLE], from the first row of this block on
   const float* sin;     // [rows, ROPE_TABLE]
-  const float* weight;  // [HEAD_DIM]
+  const float* weight;  // [HEAD_DIM]; NORM_BY_PART: [2, HEAD_DIM]
   const float* factor;  // [rows], NORM_BY_TOKEN
   float eps;
+  int split;  // NORM_BY_PART: first row of the second part, from the first row of this block on
   // `token0`: number of the first row among all tokens of the operand.
   __device__ __forceinline__
   Preparation(const PrepareParams<true>& p, int64_t head, int row0, int64_t token0)
       : cos(p.cos + int64_t(p.position + row0) * ROPE_TABLE),
         sin(p.sin + int64_t(p.position + row0) * ROPE_TABLE),
-        weight(p.weight + head * p.weight_stride_head),
+        weight(p.weight + (NORM_BY_PART ? 0 : head * p.weight_step)),
         factor(p.token_factor + token0),
-        eps(p.eps) {}
+        eps(p.eps),
+        split(NORM_BY_PART ? int(p.weight_step) - row0 : 0) {}
+  __device__ __forceinline__ Preparation of_row(int row) const {  // with the weights of its part
+    Preparation own = *this;
+    if constexpr (NORM_BY_PART) own.weight += (row >= split) * HEAD_DIM;
+    return own;
+  }
 };
 
 // A lane's part of a row. Lanes past the last pair have zeros.
@@ -153,7 +161,8 @@ struct PreparedRow {
   // All lanes of the row take part.
   __device__ __forceinline__ void prepare(const Preparation& how, int row) {
     if constexpr (QK_NORM)
-      normalise(how, NORM_BY_TOKEN ? how.factor[row] : norm_factor(mean_square(), how.eps));
+      normalise(
+          how.of_row(row), NORM_BY_TOKEN ? how.factor[row] : norm_factor(mean_square(), how.eps));
     follow_norm(how, row);
   }
   __device__ __forceinline__ void follow_norm(const Preparation& how, int row) {
