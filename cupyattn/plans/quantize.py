@@ -118,7 +118,8 @@ class Part:
         how = self.prepares
         if how is None or how.rotate or self.static or self.zero_points or self.gathered:
             return False
-        return how.norm == "head" and how.vectors == 1 and how.rope.endswith("by_column")
+        of_all_heads = how.norm == "part" or (how.norm == "head" and how.vectors == 1)
+        return of_all_heads and how.rope.endswith("by_column")
 
     def groups(self, group: int) -> int:
         """Return the number of groups of a head."""

@@ -126,11 +126,14 @@ def drawn(
     return made
 
 
-def preparation(head_dim: int, *, interleaved: bool = True) -> Preparation:
+def preparation(head_dim: int, *, interleaved: bool = True, split: int = 0) -> Preparation:
+    """With weights of two parts of the rows, if `split` is the first row of the second."""
     rng = np.random.default_rng(1)
     tables = (rng.standard_normal((POSITIONS, head_dim), np.float32) for _ in range(2))
-    weights = rng.uniform(0.5, 2, (2, 1, head_dim)).astype(np.float32)
-    return Preparation(Rope(*tables, interleaved=interleaved, by_column=True), Norm(*weights, 1e-6))
+    weights = rng.uniform(0.5, 2, (2, 2 if split else 1, head_dim)).astype(np.float32)
+    return Preparation(
+        Rope(*tables, interleaved=interleaved, by_column=True), Norm(*weights, 1e-6, split=split)
+    )
 
 
 def assert_codes_are_the_mirrors(
@@ -138,10 +141,12 @@ def assert_codes_are_the_mirrors(
 ) -> None:
     head_dim = arrays[0].shape[3]
     given = how.buffers
+    weights = (given[name] for name in ("q_norm_weight", "k_norm_weight"))
     z = quantize(
         *arrays, quant=quant, backend="interpret", arch=arch,
         rope=(given["rope_cos"], given["rope_sin"]), rope_interleaved=how.rope.interleaved,
-        qk_norm=(given["q_norm_weight"][0], given["k_norm_weight"][0]), qk_norm_eps=1e-6,
+        qk_norm=tuple(w if how.norm.split else w[0] for w in weights), qk_norm_eps=1e-6,
+        qk_norm_split=how.norm.split,
     )  # fmt: skip
     tiles = scale_tiles(ladder.lookup("fa_int8"), head_dim, quant, arch)
     mirror = quantize_mirror(
@@ -183,6 +188,20 @@ def test_codes_and_scales_are_the_mirrors(
 ) -> None:  # fmt: skip
     how = preparation(head_dim, interleaved=interleaved)
     assert_codes_are_the_mirrors(drawn(heads, lengths, head_dim, dtype), quant, how, arch)
+
+
+@pytest.mark.parametrize(
+    ("split", "quant"),
+    [(30, QUANT["balanced"]), *slow_rows([(70, QUANT["balanced"]), (33, QuantConfig())])],
+)
+def test_parts_of_the_rows_have_weights_of_their_own(split: int, quant: QuantConfig) -> None:
+    """A block may have rows of both."""
+    launch = last_launch(how={"vectors": 2, "split": split})
+    assert heads_of(launch) == (4, 2)
+    used = kc.build(launch.module, "sm_90a").kernels[launch.entry]
+    assert (used.spill_stores, used.spill_loads, used.stack) == (0, 0, 0)
+    how = preparation(128, split=split)
+    assert_codes_are_the_mirrors(drawn((4, 2), (60, 90), 128), quant, how, "sm_90a")
 
 
 @pytest.mark.slow
@@ -238,6 +257,7 @@ HEADS = "prims/codes/quantize_heads.cuh"
              "rowwise.how, min(row_in_head(0), at.rows - 1)", AssertionError),
             (HEADS, "* (WARP_SIZE / LANES) < at.rows;", "* (WARP_SIZE / LANES) < at.rows - 9;",
              (AssertionError, KernelFault)),
+            (HEADS, "shared.weight[second]", "shared.weight[0]", AssertionError),
             (HEADS, "row_in_head(pass) < at.rows", "row_in_head(pass) < ROWS",
              (AssertionError, KernelFault)),
             ("prepare/quantize.cu", "here.of_head(g / Heads::GROUPS)", "here.of_head(0)",
@@ -256,4 +276,6 @@ def test_planted_mistakes_are_seen(
     put_a_line_in_place(source, line, instead, tmp_path, monkeypatch)
     arrays = drawn((4, 4), (37, 90), 128)
     with pytest.raises(seen):
-        assert_codes_are_the_mirrors(arrays, QUANT["balanced"], preparation(128), "sm_90a")
+        for split in (0, 30) if "weight" in line else (0,):
+            how = preparation(128, split=split)
+            assert_codes_are_the_mirrors(arrays, QUANT["balanced"], how, "sm_90a")

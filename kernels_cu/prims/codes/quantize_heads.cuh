@@ -39,10 +39,11 @@ struct TableRow {
 
 template <typename Cut>
 struct HeadRowsShared {
+  static constexpr int WEIGHTS = NORM_BY_PART ? 2 : 1;  // vectors
   static constexpr int PASSES = ceil_div(Cut::ROWS / Cut::HEADS, ROWS_PER_PASS) * Cut::HEADS;
   static constexpr int HELD = PASSES > ROWS_KEPT ? PASSES - ROWS_KEPT : 0;  // rows of a lane
   static constexpr int FOURS = ceil_div(LANE_ACCESSES * VEC, 4);            // of a row of a lane
-  HeadColumns weight, mean[Cut::MEAN ? Cut::HEADS : 1];
+  HeadColumns weight[WEIGHTS], mean[Cut::MEAN ? Cut::HEADS : 1];
   Vec<float, 4> held[HELD > 0 ? HELD : 1][FOURS][HELD > 0 ? NUM_THREADS : 1];
 };
 
@@ -104,8 +105,8 @@ struct HeadRows {
   __device__ __forceinline__ void share(Shared& shared, const QuantizeParams& p, const Place& at) {
     const float* weight = Rowwise<true>(p, at).how.weight;
 #pragma unroll 1
-    for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS)
-      shared.weight.at(col) = weight[col];
+    for (int i = thread_id(); i < Shared::WEIGHTS * HEAD_DIM; i += NUM_THREADS)
+      shared.weight[i / HEAD_DIM].at(i % HEAD_DIM) = weight[i];
     if constexpr (Cut::MEAN)
 #pragma unroll 1
       for (int i = thread_id(); i < Cut::HEADS * HEAD_DIM; i += NUM_THREADS)
@@ -127,6 +128,8 @@ struct HeadRows {
 #pragma unroll
     for (int first = 0; first < HEAD_PASSES; ++first) {
       if (HEAD_PASSES > 1 && !has_rows(at, first)) continue;
+      const bool second = NORM_BY_PART && row_in_head(first) >= rowwise.how.split;
+      const HeadColumns& of_part = shared.weight[second];
       PreparedRow row[Cut::HEADS];
 #pragma unroll
       for (int head = 0; head < Cut::HEADS; ++head) {
@@ -139,7 +142,7 @@ struct HeadRows {
       for (int access = 0; access < LANE_ACCESSES; ++access)
 #pragma unroll
         for (int j = 0; j < VEC; j += 4) {
-          const auto weight = shared.weight.four(col_of(access) + j);
+          const auto weight = of_part.four(col_of(access) + j);
 #pragma unroll
           for (int head = 0; head < Cut::HEADS; ++head)
             row[head].weigh(access, j, factor[head * HEAD_PASSES + first], weight);
