@@ -37,6 +37,7 @@ _BLOCKS_BESIDE, _LEAST_COPY = (2, 3, 4), 4
 _LEAST_KEPT = 4
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
 _SHARED, _BLOCK_BYTES = 228 * 1024, 1024 + 96 * 4
+_LINE = 128  # bytes
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,8 @@ def _block_bytes(team: Team, teams: int, sets: int, itemsize: int = 0) -> int:
     `itemsize` are the bytes of each channel of the next row, if it waits there.
     """
     exchanged = 32 * teams * team.lanes  # numbers that change lanes
-    return 4 * (exchanged + 2 * team.held * sets) + teams * team.held * itemsize + _BLOCK_BYTES
+    waiting = teams * team.held * itemsize + _LINE if itemsize else 0  # from a line on
+    return 4 * (exchanged + 2 * team.held * sets) + waiting + _BLOCK_BYTES
 
 
 def _by_eight(vector: Operand | None) -> bool:

@@ -57,7 +57,7 @@ struct HeadRows {
   static constexpr int PASSES = Shared::PASSES, HEAD_PASSES = PASSES / Cut::HEADS;
   static constexpr bool TABLES_FIRST = TABLES_WITH_ROWS && HEAD_PASSES == 1;
   static_assert(
-      FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
+      Cut::HEADS > 1 && FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
           LANES * LANE_ACCESSES * VEC == HEAD_DIM,
       "heads share a block if they are normalised each and turned by column, in 16 bits");
   static_assert(Shared::HELD <= HEAD_PASSES, "more rows are held than the last head has");
