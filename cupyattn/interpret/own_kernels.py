@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def _clustered(ready: Program, cluster: int) -> Program:
     if cluster < 1 or stated not in (1, cluster):
         states = f"states clusters of {stated}" if stated > 1 else "takes clusters of 1 block up"
         raise KernelLaunchError(f"{entry} {states}, got cluster={cluster}")
-    return ready._replace(kernel=ready.kernel._replace(cluster=cluster))
+    return replace(ready, kernel=ready.kernel._replace(cluster=cluster))
 
 
 def _read(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -49,7 +50,8 @@ class Segment(NamedTuple):
     steps: tuple[tuple[int, Step], ...]
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Program:
     """One kernel.
 
     Parameters

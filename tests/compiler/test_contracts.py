@@ -72,6 +72,10 @@ NORMED = {
     "NORM": 1, "WEIGHT": 0, "MODULATION": 0, "CHANNELS": 1024, "ROTATE": 0, "BY_ROW": 1,
     "BY_EIGHT": 1, "FACTORS": 0, "BLOCKS_PER_SM": 1, "NEXT_IN_SHARED": 0,
 }  # fmt: skip
+#: Rows of two heads in a block.
+HEADS_TOGETHER = {
+    "STEP_Q": STEPS.index("rows"), "HEADS_Q": 2, "HEADS_K": 1, "QK_NORM": 1, "ROPE": 4,
+}  # fmt: skip
 BROKEN = [
     ("attn_fa.cu", {"BLOCK_Q": 64, "NUM_WARPS": 1}, "BLOCK_Q must be at most NUM_THREADS"),
     ("attn_fa.cu", {"HEAD_DIM": 0}, "HEAD_DIM must be 1 to 256"),
@@ -156,6 +160,21 @@ BROKEN = [
         "rows that are prepared need VEC to divide",
     ),
     ("prepare/quantize.cu", {"QK_ROTATE": 1, "HEAD_DIM": 32}, "QK_ROTATE takes HEAD_DIM 64, 128"),
+    (
+        "prepare/quantize.cu",
+        {"STEP_Q": STEPS.index("rows"), "HEADS_Q": 2, "HEADS_K": 1},
+        "heads share a block if they are normalised each and turned by column, in 16 bits",
+    ),
+    (
+        "prepare/quantize.cu",
+        HEADS_TOGETHER | {"BLOCK_Q": 96, "GROUP_Q": 96},
+        "a block of several heads must hold whole groups of each",
+    ),
+    (
+        "prepare/quantize.cu",
+        HEADS_TOGETHER | {"BLOCK_Q": 640},
+        "more rows are held than the last head has",
+    ),
     ("prepare/rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
     (
         "prepare/rope.cu",

@@ -118,7 +118,8 @@ def check_operands(one: Run) -> None:
     got, (q, k, v) = one.quantized, one.inputs
     assert got is not None
     sizes = q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]
-    given = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, **one.options}
+    given = {"rope_interleaved": False, "rope_offset_q": 0, "qk_norm_eps": EPS, "qk_norm_split": 0}
+    given |= one.options
     how = Preparation.of_arrays({name: given.get(name) for name in PREPARATION}, sizes)
     tiles = scale_tiles(ladder.lookup("fa_int8"), q.shape[3], got.config, None)
     want = quantize_mirror(
