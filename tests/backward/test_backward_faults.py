@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,10 @@ def test_there_are_faults_for_all_forms_and_every_kernel() -> None:
     assert kernels <= files
 
 
+#: Names of faults whose inputs take long in the interpreter.
+LONG = re.compile("_wide_|bias")
+
+
 def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     how = interpreted_as(form)
     if fault.shown_by == "varlen":
@@ -62,7 +67,7 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     [
         pytest.param(
             fault, fault.variants[-(number % 2)], id=fault.name,
-            marks=[pytest.mark.slow] if number % 24 or "_wide_" in fault.name else [],
+            marks=[pytest.mark.slow] if number % 24 or LONG.search(fault.name) else [],
         )
         for number, fault in enumerate(FAULTS)
     ],

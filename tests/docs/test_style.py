@@ -10,7 +10,7 @@ import pytest
 from docs import style
 
 #: A test of all files at once would take longer than a quick test may.
-PARTS = 5
+PARTS = 8
 ALLOWED = json.loads(style.COUNTS.read_text(encoding="utf-8"))
 
 
