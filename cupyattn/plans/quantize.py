@@ -302,8 +302,12 @@ def _workspace(work: Mapping[str, _Work], first: Mapping[str, str]) -> tuple[Wor
     found = [w for one in work.values() for w in one.workspace]
     if first:
         found.append(Workspace("next_piece", (1,), "int32", zeros=True))
-    heads = {name: work[name].heads for name in first}
-    found += [Workspace(f"{n}_summed_slices", (h,), "int32", zeros=True) for n, h in heads.items()]
+    for name in first:
+        sums = work[name].heads, work[name].part.x.shape[3]
+        found += [
+            Workspace(f"{name}_summed_slices", sums[:1], "int32", zeros=True),
+            Workspace(f"{name}_head_sum", sums, "uint64", zeros=True),
+        ]
     return tuple(found)
 
 
@@ -375,7 +379,7 @@ def _launch(
         (struct, {**now[n].params, **turns.fields[n]} if n in now else {}) for n in "qkv"
     )
     structs += ((TURN_PARAMS, turns.params),) if makes_codes else ()
-    return Launch(spec, entry, grid, tiles.num_threads, False, structs)
+    return Launch(spec, entry, grid, tiles.num_threads, makes_codes, structs)
 
 
 @dataclass(frozen=True)
@@ -401,6 +405,7 @@ class _Turns:
                 "blocks": one.blocks(now[name]) // rounds,
                 "first_blocks": one.blocks(first[name]) // rounds if name in first else 0,
                 "summed_slices": f"{name}_summed_slices" if name in first else None,
+                "head_sum": f"{name}_head_sum" if name in first else None,
             }
             for name, one in work.items()
         }

@@ -150,6 +150,7 @@ _QUANTIZE_FIELDS = [
     ("X", "u8"), ("codes", "u8"), ("scale", "u8"), ("static_scale", "u8"), ("absmax", "u8"),
     ("partial_sum", "u8"), ("extrema", "u8"), ("mean", "u8"), ("X_stride", "i8", 3),
     ("scale_stride_batch", "i8"), ("scale_stride_head", "i8"), ("summed_slices", "u8"),
+    ("head_sum", "u8"),
     ("blocks", "i4"), ("first_blocks", "i4"), ("heads", "i4"), ("length", "i4"),
     ("splits", "i4"), ("split_rows", "i4"), ("cu_seqlens", "u8"), ("total", "i4"),
     ("padded", "i4"), ("zero", "u8"), ("code_sum", "u8"), ("sum_stride_batch", "i8"),

@@ -21,6 +21,16 @@
 #include "prims/codes/quantize_heads.cuh"
 #include "prims/schedule/quantize_turns.cuh"
 
+// Bytes of dynamic shared memory, for rows of several heads or for the tables of sums.
+template <Step STEP, typename Cut>
+__host__ __device__ constexpr int heads_bytes() {
+  if constexpr (STEP == Step::ROWS && Cut::HEADS > 1) return sizeof(HeadRowsShared<Cut>);
+  return 0;
+}
+constexpr int Q_BYTES = heads_bytes<STEP_Q, CutQ>(), K_BYTES = heads_bytes<STEP_K, CutK>(),
+              HEADS_BYTES = Q_BYTES > K_BYTES ? Q_BYTES : K_BYTES;
+extern "C" __device__ int smem_bytes = HEADS_BYTES > TABLE_BYTES ? HEADS_BYTES : TABLE_BYTES;
+
 // Blocks hold whole groups.
 template <typename Cut>
 __device__ __forceinline__ void quantize_rows(const QuantizeParams& p, uint32_t block) {
@@ -57,7 +67,7 @@ template <typename Cut>
 __device__ __forceinline__ void quantize_heads(const QuantizeParams& p, uint32_t block) {
   __shared__ uint32_t absmax[Cut::GROUPS];  // [HEADS, groups of a head]
   __shared__ Coding coding[Cut::GROUPS];    // [HEADS, groups of a head]
-  __shared__ HeadRowsShared<Cut> shared;
+  auto& shared = *reinterpret_cast<HeadRowsShared<Cut>*>(dynamic_space());
   using Heads = HeadRows<Cut>;
   const Place at(p, block, Heads::ROWS, false, Cut::HEADS);
   if (VARLEN && at.rows <= 0) {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from cupyattn.compiler import modules as kc
 from cupyattn.interpret.executor import run_kernel
 from cupyattn.plans.records import TensorMap
+from tests.faults.fault_patches import put_a_line_in_place
 from tests.interpret.ptx_cases import PTX
 from tests.prims.prim import Prim
 from tests.prims.prims_cases import PRIMS
@@ -38,3 +41,14 @@ def test_primitive(prim: Prim, arch: str) -> None:
     ptx = kc.translate(prim.spec, arch).ptx
     run_kernel(ptx, prim.entry, passed, block=prim.block, grid=prim.grid, mapped=mapped)
     prim.check({name: a for name, a in arguments.items() if isinstance(a, np.ndarray)})
+
+
+def test_a_number_that_is_not_awaited_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first warp is the last to publish, so it reads words that are not written."""
+    wait = "if (word != 0) return"
+    put_a_line_in_place("prims/schedule/counter.cuh", wait, "return", tmp_path, monkeypatch)
+    (prim,) = (prim for prim in PRIMS if prim.name == "published")
+    with pytest.raises(AssertionError, match="published"):
+        test_primitive(prim, "sm_80")

@@ -121,8 +121,18 @@ def counter_expected(**_: Any) -> dict[str, np.ndarray]:
     return {"counter": eight, "written": eight, "order": np.arange(8, dtype=np.int32)}
 
 
+def published_sums(**_: Any) -> dict[str, np.ndarray]:
+    """Return the words of published numbers, each of which has a bit above its float32."""
+    sums = np.arange(8, dtype=np.float32).cumsum(dtype=np.float32)
+    return {"published": sums.view(np.uint32) + (np.uint64(1) << np.uint64(32))}
+
+
 def hopper_prims() -> Iterator[Prim]:
     yield Prim("counter", "counter", "turns", 256, counter_arguments, counter_expected)
+    yield Prim(
+        "published", "counter", "sums", 256, lambda: {"published": np.zeros(8, np.uint64)},
+        published_sums,
+    )  # fmt: skip
     yield Prim(
         "mbarrier", "mbarrier", "ring", 64, ring_arguments, lambda x, y: {"y": x[:, ::-1]},
         hopper=True,

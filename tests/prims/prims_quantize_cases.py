@@ -1,4 +1,4 @@
-"""The kernels of ``quantize_rows.cuh``, ``quantize_heads.cuh``, ``quantize_sums.cuh``, turns."""
+"""The kernels of ``quantize_rows.cuh``, ``quantize_heads.cuh``, ``..._tables``, sums, turns."""
 
 from __future__ import annotations
 
@@ -91,14 +91,33 @@ def heads_expected(rope: str, /, cos: Any, sin: Any, weight: Any, X: Any, **_: A
     return {"codes": np.rint(8 * y), "group_reach": np.stack(groups, axis=1).view(np.uint32)}
 
 
+def tables_arguments(rope: str) -> Arguments:
+    x = rng().normal(size=(16, 64)).astype(np.float32)
+    return {**tables(16, 64, rope), "X": x, "Y": np.zeros_like(x)}
+
+
+def tables_expected(rope: str, /, cos: Any, sin: Any, X: Any, **_: Any) -> Results:
+    y, _ = turning(cos[::-1], sin[::-1], rope, 0).turned(X[None, None], X[None, None, :0])
+    return {"Y": y[0, 0]}
+
+
 def slices_arguments() -> Arguments:
     return {
         "given": slices_of(),
         "X": rng().integers(-60, 60, (2, ROWS, HEAD_DIM)).astype(np.float16),
         "partial_sum": np.zeros((2, SLICES, HEAD_DIM), np.float32),
         "extrema": np.zeros((2, SLICES, 2, HEAD_DIM), np.uint32),
-        "summed": np.zeros(2, np.int32),
+        **counted(),
     }
+
+
+def counted() -> Arguments:
+    return {"summed": np.zeros(2, np.int32), "head_sum": np.zeros((2, HEAD_DIM), np.uint64)}
+
+
+def published(x: np.ndarray) -> np.ndarray:
+    """Return the words of published numbers."""
+    return x.astype(np.float32).view(np.uint32) + (np.uint64(1) << np.uint64(32))
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
@@ -111,11 +130,14 @@ def slices_expected(first: bool, /, X: np.ndarray, **_: Any) -> Results:
     slices = [X[:, i : i + SLICE_ROWS].astype(np.float32) for i in range(0, ROWS, SLICE_ROWS)]
     sums = np.stack([x.sum(axis=1) for x in slices], axis=1)
     ends = np.stack([np.stack([x.min(axis=1), x.max(axis=1)], axis=1) for x in slices], axis=1)
-    if first:  # what all come to lies where the first did
-        sums[:, 0] = sums.sum(axis=1)
+    head_sum = np.zeros((2, HEAD_DIM), np.uint64)
+    if first:  # the extrema of all lie where the first did
+        head_sum = published(sums.sum(axis=1))
         ends[:, 0] = np.stack([ends[:, :, 0].min(axis=1), ends[:, :, 1].max(axis=1)], axis=1)
     summed = np.full(2, SLICES if first else 0, np.int32)
-    return {"partial_sum": sums, "extrema": ordered(ends), "summed": summed}
+    return {
+        "partial_sum": sums, "extrema": ordered(ends), "summed": summed, "head_sum": head_sum,
+    }  # fmt: skip
 
 
 def turns_arguments() -> Arguments:
@@ -124,7 +146,7 @@ def turns_arguments() -> Arguments:
         "of_k": slices_of(blocks=K_BLOCKS, first_blocks=SLICES),
         "given": pack(TURN_PARAMS, {"next": 0, "rounds": 2, "lag": 1}, {}),
         **{name: x for name, x in slices_arguments().items() if name in ("X", "partial_sum")},
-        "summed": np.zeros(2, np.int32),
+        **counted(),
         "next": np.zeros(1, np.int32),
         "q_done": np.zeros(2 * Q_BLOCKS, np.int32),
         "k_done": np.zeros(2 * K_BLOCKS, np.int32),
@@ -135,8 +157,9 @@ def turns_expected(
     X: np.ndarray, q_done: np.ndarray, k_done: np.ndarray, **_: Any
 ) -> dict[str, np.ndarray]:
     """Every piece of work is done once."""
+    sums = slices_expected(True, X)
     return {
-        "partial_sum": slices_expected(True, X)["partial_sum"],
+        **{name: sums[name] for name in ("partial_sum", "head_sum")},
         "summed": np.full(2, SLICES, np.int32),
         "next": np.array([TURNS], np.int32),
         "q_done": np.ones_like(q_done),
@@ -182,6 +205,16 @@ QUANTIZE_PRIMS = [
                     ),
                 ),
                 ("CFG_HEADS_Q", 1), ("CFG_HEADS_K", 2), *COLS,
+            ),
+        )
+        for rope in ("interleaved_by_column", "half_split_by_column")
+    ),
+    *(
+        Prim(
+            f"quantize_tables-{rope}", "quantize_tables", "rotate", 32,
+            partial(tables_arguments, rope), partial(tables_expected, rope),
+            defines=defines(
+                Tiles(1, 1, 1), Features("float16", 64, vec=8, group_q=1, group_kv=1, rope=rope)
             ),
         )
         for rope in ("interleaved_by_column", "half_split_by_column")

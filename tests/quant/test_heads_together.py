@@ -114,6 +114,24 @@ def test_nothing_is_spilled(dtype: str, head_dim: int, groups: tuple[int, int], 
     assert used.registers <= 128 and used.static_smem <= 48 * 1024
 
 
+@pytest.mark.parametrize(
+    ("arch", "kib"),
+    [
+        ("sm_90a", 228),
+        ("sm_89", 100),
+        *slow_rows([("sm_80", 164), ("sm_86", 100), ("sm_120", 100)]),
+    ],
+)
+def test_a_multiprocessor_has_shared_memory_for_two_blocks(arch: str, kib: int) -> None:
+    """With tables of sums in it, if it has more than 100 KiB. Each block takes 1 KiB more."""
+    launch = last_launch()
+    binary = kc.build(launch.module, arch)
+    dynamic = binary.smem_bytes
+    assert launch.dynamic_shared and (dynamic >= 64 * 1024) == (kib > 100)
+    static = binary.kernels[launch.entry].static_smem
+    assert 2 * (dynamic + static + 1024) <= kib * 1024
+
+
 def drawn(
     heads: tuple[int, int], lengths: tuple[int, int], head_dim: int, dtype: str = "float16"
 ) -> list[npt.NDArray[Any]]:
@@ -238,7 +256,7 @@ def test_packed_sequences_have_rows_and_means_of_their_own() -> None:
             assert bits(getattr(one, name)) == bits(getattr(alone, name)), name
 
 
-HEADS = "prims/codes/quantize_heads.cuh"
+HEADS, TABLES, SUMS = (f"prims/codes/quantize_{x}.cuh" for x in ("heads", "tables", "sums"))
 
 
 @pytest.mark.parametrize(
@@ -265,6 +283,10 @@ HEADS = "prims/codes/quantize_heads.cuh"
              (AssertionError, KernelFault)),
             ("prims/codes/quantize_rows.cuh", "block / slices * heads_of_block",
              "block / slices", (AssertionError, KernelFault)),
+            (TABLES, "cp_async_wait_group<0>();", "", KernelFault),
+            (TABLES, "__syncwarp();  // the copies of all lanes", "// the", KernelFault),
+            (SUMS, "__syncwarp();  // all lanes have read the tables", "// all", KernelFault),
+            (SUMS, "row_at(first + row)", "row_at(row0 + row)", AssertionError),
         ]),
     ],
     ids=lambda x: None,

@@ -151,5 +151,5 @@ def test_codes_before_the_sums_of_their_head_are_a_race(
     monkeypatch.setattr(compiler, "KERNELS", tmp_path / "kernels")
     q, k, v = drawn(DTYPES[0], 128, 20, 300)  # in three slices
     with pytest.raises(KernelFault) as caught:
-        quantize(q, k, v, quant=QuantConfig(pv="int8"), tiles=TILES, backend="interpret")
+        quantize(q, k, v, quant=CONFIGS[1], tiles=TILES, backend="interpret")
     assert caught.value.finding.kind == "race"

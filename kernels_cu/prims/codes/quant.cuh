@@ -28,7 +28,9 @@ struct QuantizeParams : PrepareParams<PREPARED> {
   int64_t scale_stride_batch;  // of scale, static_scale and absmax; 0 shares one scale
   int64_t scale_stride_head;
   int32_t* summed_slices;  // [batch, heads], zero at first: how many slices of a head are summed,
-                           // with the last of them to one; null: not in this launch
+                           // with the extrema of the last; null: not in this launch
+  uint64_t* head_sum;      // [batch, heads, HEAD_DIM], zero at first: published sums of all slices;
+                           // null: not in this launch
   int32_t blocks;        // thread blocks of the launch that make codes of this operand, or do what
                          // a launch does; SUMS_FIRST: of a round
   int32_t first_blocks;  // SUMS_FIRST: thread blocks of a round that sum its slices

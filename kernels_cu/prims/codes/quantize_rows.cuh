@@ -145,16 +145,15 @@ __device__ __forceinline__ int col_of(int access) {
 
 constexpr int SPLITS_IN_FLIGHT = SUMS_FIRST ? 8 : 16;  // that a sum waits for at once
 
-// The sums of the slices of a head, in rising order.
-__device__ __forceinline__ float sum_of_slices(
-    const QuantizeParams& p, const Place& at, int slices, int col) {
+// The sum of the slices of a head, in rising order.
+__device__ __forceinline__ float sum_of_slices(const QuantizeParams& p, const Place& at, int col) {
   const float* sums = at.partial_sum(p, 0) + col;
   float total = 0.0f;
-  for (int split0 = 0; split0 < slices; split0 += SPLITS_IN_FLIGHT) {
+  for (int split0 = 0; split0 < p.splits; split0 += SPLITS_IN_FLIGHT) {
     float some[SPLITS_IN_FLIGHT];
 #pragma unroll
     for (int i = 0; i < SPLITS_IN_FLIGHT; ++i)
-      some[i] = split0 + i < slices ? sums[(split0 + i) * HEAD_DIM] : 0.0f;
+      some[i] = split0 + i < p.splits ? sums[(split0 + i) * HEAD_DIM] : 0.0f;
 #pragma unroll
     for (float x : some) total += x;
   }
@@ -177,11 +176,11 @@ extrema_of_slices(const QuantizeParams& p, const Place& at, int slices, int col)
   return found;
 }
 
-// Waits until the slices of a head are there, and returns how many of them hold all of it.
+// Waits until the extrema of a head are there, and returns how many slices hold all of them.
 __device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place& at) {
   if (!SUMS_FIRST || p.summed_slices == nullptr) return p.splits;
   await_count(p.summed_slices + at.batch_head, p.splits);
-  return 1;  // the last slice has stored the result of all in place of the first
+  return 1;  // the last slice has stored the extrema of all in place of the first
 }
 
 // R0: the mean of a column over rows_of_mean of a head, or over all rows if they were summed
@@ -190,7 +189,9 @@ __device__ __forceinline__ int await_slices(const QuantizeParams& p, const Place
 // key of the head. The first block of the head stores it.
 __device__ __forceinline__ float channel_mean(const QuantizeParams& p, const Place& at, int col) {
   if (p.mean == nullptr) return 0.0f;
-  const float total = sum_of_slices(p, at, await_slices(p, at), col);
+  const float total = SUMS_FIRST && p.head_sum != nullptr
+                          ? await_published(p.head_sum + at.batch_head * HEAD_DIM + col)
+                          : sum_of_slices(p, at, col);
   const bool finite = magnitude_bits(total) < INFINITY_BITS;
   const int rows = p.summed > 0 ? p.summed : rows_of_mean(at.length);
   const float mean = finite ? total / max(1, rows) : 0.0f;
@@ -291,8 +292,10 @@ struct Rowwise<true> {
       for (int first = 0; first < ROWS; first += LANES) {
         float own = factor[first];
 #pragma unroll
-        for (int i = 1; i < LANES && first + i < ROWS; ++i)
-          if (lane_in_row() == i) own = factor[first + i];
+        for (int i = 1; i < LANES && first + i < ROWS; ++i) {
+          const float other = factor[first + i];  // NOTE: as a branch it puts factors on the stack
+          own = lane_in_row() == i ? other : own;
+        }
         own = norm_factor(__fdiv_rn(own, float(HEAD_DIM)), how.eps);
 #pragma unroll
         for (int i = 0; i < LANES && first + i < ROWS; ++i)
@@ -300,18 +303,27 @@ struct Rowwise<true> {
       }
     }
   }
+  // FACTORS_FIRST: `turn` rotates the row.
+  template <typename Loaded, typename Turn>
+  __device__ __forceinline__ PreparedRow
+  row(const Loaded (&x)[LANE_ACCESSES], int row, float factor, Turn turn) const {
+    PreparedRow found;
+    convert(found, x);
+    found.normalise(how.of_row(row), factor);
+    turn(found);
+    return found;
+  }
   template <typename Loaded>
   __device__ __forceinline__ PreparedRow
   row(const Loaded (&x)[LANE_ACCESSES], int row, float factor) const {
+    if constexpr (FACTORS_FIRST)
+      return this->row(x, row, factor, [&](PreparedRow& found) {
+        __syncwarp();  // no hazard: tables are not read before, when weights take registers
+        found.follow_norm(how, row);
+      });
     PreparedRow found;
     convert(found, x);
-    if constexpr (FACTORS_FIRST) {
-      found.normalise(how.of_row(row), factor);
-      __syncwarp();  // no hazard: tables are not read before, when weights take registers
-      found.follow_norm(how, row);
-    } else {
-      found.prepare(how, row);
-    }
+    found.prepare(how, row);
     return found;
   }
   __device__ __forceinline__ Words<Number, VEC> words(const PreparedRow& row, int a) const {

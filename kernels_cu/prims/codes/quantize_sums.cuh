@@ -2,11 +2,15 @@
 // over the rows of its mean. Over all rows, also its least and largest numbers.
 #pragma once
 
-#include "prims/codes/quantize_rows.cuh"
+#include "prims/codes/quantize_tables.cuh"
 
 // Rows that a sum waits for at once, and at the end of a head, where some may not exist.
 constexpr int ROWS_IN_FLIGHT = ceil_div(FACTORS_FIRST ? 4 : 8, LANE_ACCESSES),
               ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
+
+// Tables of rows in flight, in dynamic shared memory.
+using TablesInFlight = SharedTables<ROWS_IN_FLIGHT>;
+constexpr int TABLE_BYTES = TABLES_IN_SHARED ? sizeof(TablesInFlight) : 0;
 
 // Rows that are combined in shared memory: all rows of a pass, or one for each warp if a pass has
 // twice as many. It has if lanes prepare rows, because they then have twice the columns.
@@ -59,14 +63,14 @@ __device__ __forceinline__ void fold_columns(
 }
 
 // SUMS_FIRST: counts a slice whose results this block has stored. The last slice of a head waits
-// for the others, and stores the result of all in place of the first.
+// for the others, publishes the sums of all, and stores the extrema of all in place of the first.
 template <bool EXTREMA>
 __device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place& at) {
   int32_t* summed = p.summed_slices + at.batch_head;
   if (at.slice + 1 == p.splits)
     for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
       await_count(summed, at.slice);
-      at.partial_sum(p, 0)[col] = sum_of_slices(p, at, p.splits, col);
+      publish(p.head_sum + at.batch_head * HEAD_DIM + col, sum_of_slices(p, at, col));
       if constexpr (EXTREMA) {
         const auto [least, most] = extrema_of_slices(p, at, p.splits, col);
         at.extrema(p, 0)[col] = least;
@@ -90,10 +94,11 @@ struct LaneSums {
       const QuantizeParams& p, const Place& at, const Rowwise<ROWS_PREPARED>& rowwise, int row0) {
     const elem_t* X = at.X(p);  // [rows, HEAD_DIM]
     Words<elem_t, VEC> x[ROWS][LANE_ACCESSES];
-    auto row_of_pass = [&](int i) {
-      const int nth = row0 + i * ROWS_PER_PASS, last = WHOLE ? nth : min(nth, at.rows - 1);
+    auto row_at = [&](int nth) {
+      const int last = WHOLE ? nth : min(nth, at.rows - 1);
       return EXTREMA ? last : row_of_mean(at.row0 + last, at.length) - at.row0;
     };
+    auto row_of_pass = [&](int i) { return row_at(row0 + i * ROWS_PER_PASS); };
     int row[ROWS], place[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -109,6 +114,16 @@ struct LaneSums {
           x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
               X + place[i] * p.X_stride.len + col_of(a));
       }
+    constexpr bool IN_SHARED = ROWS_PREPARED && TABLES_IN_SHARED;
+    auto& tables = *reinterpret_cast<TablesInFlight*>(dynamic_space());
+    if constexpr (IN_SHARED) {
+      const int first = row0 - row_in_pass();
+      __syncwarp();  // all lanes have read the tables of the rows before
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+        tables.request(rowwise.how, i, [&](int row) { return row_at(first + row); });
+      cp_async_commit_group();
+    }
     if constexpr (ROWS_PREPARED) {  // computed again: keeping it takes registers
       asm volatile("" : "+r"(row0));
 #pragma unroll
@@ -116,11 +131,17 @@ struct LaneSums {
     }
     float factor[ROWS];
     rowwise.find_factors(x, factor);
+    if constexpr (IN_SHARED) tables.await();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
-      const auto numbers = rowwise.row(x[i], row[i], factor[i]);
+      const auto numbers = [&] {
+        if constexpr (IN_SHARED)
+          return rowwise.row(x[i], row[i], factor[i], [&](PreparedRow& x) { tables.turn(x, i); });
+        else
+          return rowwise.row(x[i], row[i], factor[i]);
+      }();
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if constexpr (EXTREMA) ends[a].admit(rowwise.words(numbers, a));

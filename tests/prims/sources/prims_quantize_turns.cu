@@ -15,12 +15,14 @@ extern "C" __global__ void turns(
     elem_t* X,           // [2, 70, 24]
     float* partial_sum,  // [2, 3, 24]
     int32_t* summed,     // [2]
+    uint64_t* head_sum,  // [2, 24]
     int32_t* next,       // [1]
     int32_t* q_done,     // [10]
     int32_t* k_done) {   // [6]
   QuantizeParams q = of_q, k = of_k, v = {};
   TurnParams turn = given;
-  k.X = X, k.partial_sum = partial_sum, k.summed_slices = summed, turn.next = next;
+  k.X = X, k.partial_sum = partial_sum, k.summed_slices = summed, k.head_sum = head_sum;
+  turn.next = next;
   q.codes = reinterpret_cast<int8_t*>(q_done), k.codes = reinterpret_cast<int8_t*>(k_done);
   in_turn(q, k, v, turn, Count());
 }
