@@ -22,12 +22,13 @@
 #include "prims/schedule/quantize_turns.cuh"
 
 // Bytes of dynamic shared memory, for rows of several heads or for the tables of sums.
-template <Step STEP, typename Cut>
+template <Step STEP, int HEADS, typename Cut>
 __host__ __device__ constexpr int heads_bytes() {
-  if constexpr (STEP == Step::ROWS && Cut::HEADS > 1) return sizeof(HeadRowsShared<Cut>);
+  if constexpr (STEP == Step::ROWS && HEADS > 1) return sizeof(HeadRowsShared<Cut>);
   return 0;
 }
-constexpr int Q_BYTES = heads_bytes<STEP_Q, CutQ>(), K_BYTES = heads_bytes<STEP_K, CutK>(),
+constexpr int Q_BYTES = heads_bytes<STEP_Q, HEADS_Q, CutQ>(),
+              K_BYTES = heads_bytes<STEP_K, HEADS_K, CutK>(),
               HEADS_BYTES = Q_BYTES > K_BYTES ? Q_BYTES : K_BYTES;
 extern "C" __device__ int smem_bytes = HEADS_BYTES > TABLE_BYTES ? HEADS_BYTES : TABLE_BYTES;
 

@@ -60,16 +60,16 @@ def test_params_pack() -> None:
     plan = of_k("float16", 64, 16, smooth=True)
     (encode,) = plan.launches
     assert [pack(*encode.params[i], {})["blocks"][0] for i in (0, 2)] == [0, 0]
-    names = ("", "_codes", "_scale", "_partial_sum", "_mean", "_summed_slices")
+    names = ("", "_codes", "_scale", "_partial_sum", "_mean", "_summed_slices", "_head_sum")
     addresses = {f"k{name}": 1000 + i for i, name in enumerate(names)}
     packed = pack(*encode.params[1], addresses)[0]
     assert packed["X"] == 1000 and packed["partial_sum"] == 1003 and packed["mean"] == 1004
-    assert packed["summed_slices"] == 1005
+    assert packed["summed_slices"] == 1005 and packed["head_sum"] == 1006
     assert packed["static_scale"] == packed["absmax"] == packed["extrema"] == 0  # null
     assert packed["X_stride"].tolist() == [3 * 300 * 64, 300 * 64, 64]
     assert (packed["scale_stride_batch"], packed["scale_stride_head"]) == (3 * 19, 19)
-    turn = pack(*encode.params[3], {"next_piece": 1006})[0]
-    assert turn["next"] == 1006 and turn["rounds"] == 2 * 3
+    turn = pack(*encode.params[3], {"next_piece": 1007})[0]
+    assert turn["next"] == 1007 and turn["rounds"] == 2 * 3
     pieces = packed["blocks"] + packed["first_blocks"]
     assert encode.grid == (turn["rounds"] + turn["lag"]) * pieces
 
@@ -173,6 +173,7 @@ def test_memory_is_what_the_formula_says() -> None:
     assert {w.name: w.nbytes for w in plan.workspace} == {
         "k_partial_sum": 4 * kv * splits * d, "v_partial_sum": 4 * kv * splits * d,
         "k_summed_slices": 4 * kv, "v_summed_slices": 4 * kv, "next_piece": 4,
+        "k_head_sum": 8 * kv * d, "v_head_sum": 8 * kv * d,
     }  # fmt: skip
 
 
@@ -246,6 +247,7 @@ def test_grids_cover_every_row_once() -> None:
     assert made == list(range(6 * math.ceil(300 / rows)))
     assert {w.name: w.shape for w in plan.workspace} == {
         "k_partial_sum": (2, 3, 3, 128), "k_summed_slices": (6,), "next_piece": (1,),
+        "k_head_sum": (6, 128),
     }  # fmt: skip
     assert [launch.grid for launch in of_v("float16", 64, 64).launches] == [6 * 3]
     whole = [what for what, _, _ in pieces_of(of_v("float16", 256, GROUP_ALL))]

@@ -63,7 +63,8 @@ __device__ __forceinline__ void fold_columns(
 }
 
 // SUMS_FIRST: counts a slice whose results this block has stored. The last slice of a head waits
-// for the others, publishes the sums of all, and stores the extrema of all in place of the first.
+// for the others. It publishes the sums of all, and stores the extrema of all in place of the
+// first.
 template <bool EXTREMA>
 __device__ __forceinline__ void count_slice(const QuantizeParams& p, const Place& at) {
   int32_t* summed = p.summed_slices + at.batch_head;
