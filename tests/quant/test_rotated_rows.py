@@ -154,7 +154,7 @@ def test_factors_of_norms_come_before_tables_by_column(
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
-        ("if (lane_in_row() == i) own = factor[first + i];", ""),
+        ("own = lane_in_row() == i ? other : own;", ""),
         ("__shfl_sync(FULL_WARP, own, i, LANES)", "own"),
     ],
     ids=["factor of the first row", "factor of another row"],
