@@ -146,7 +146,7 @@ class GemmPlan(OneLaunch):
 
 @dataclass(frozen=True)
 class LayerOperands:
-    """Layouts of a layer beside other layers of the same codes: see `ProductOperands`."""
+    """Layouts of one of several layers of the same codes, as in `ProductOperands`."""
 
     b: Operand
     b_scales: Operand
@@ -194,7 +194,7 @@ class ProductOperands:
 
 
 def buffer_of(name: str, layer: int) -> str:
-    """Return the name in a plan of a buffer of a layer; the first layer's are as of one layer.
+    """Return the name of a layer's buffer in a plan; the first layer has no number.
 
     Examples
     --------
@@ -225,8 +225,8 @@ def plan_gemm(
     out_dtype : {"float16", "bfloat16", "float32"}
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
-        Storage type of the buffer ``"bias"``, contiguous; "" for none. Of several layers, those
-        have one whose layout `at` gives.
+        Storage type of the buffer ``"bias"``, contiguous; "" for none. One of several layers has a
+        bias if `at` gives its layout.
     activation : str
         "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`; all layers have it.
     outliers : {"", "float16", "bfloat16"}
@@ -365,7 +365,7 @@ def _params(at: ProductOperands, features: GemmFeatures) -> dict[str, Any]:
 
 
 def _maps(at: ProductOperands, features: GemmFeatures, tiles: GemmTiles) -> list[TensorMap]:
-    """Describe the matrices that the copy engine reads, of several layers those of the first."""
+    """Describe the matrices that the copy engine reads; of layers, the first one's."""
     return [
         _map_of_weight(name, dtype, x, features, tiles)
         if name[0] == "b"

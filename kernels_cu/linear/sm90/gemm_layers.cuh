@@ -18,9 +18,9 @@ struct LayersParams {
   int32_t first[4];  // column, a multiple of TILE_N; past the last layer p.n, which no tile has
 };
 
-// The weights of a launch, of LAYERS or one: `const Weights<LAYERS> weights WEIGHT_ARGUMENTS;`. It
-// copies a slice of the rows of B of a tile that begins at column n0 of all, and returns the
-// parameters of the tile's layer as those of a separate launch, for which it sets n0.
+// The weights of a launch: `const Weights<LAYERS> weights WEIGHT_ARGUMENTS;`. A tile begins at
+// column n0 of all layers. A slice of its rows of B is copied by copy_B. Its layer has the
+// parameters params, as in a separate launch; n0 becomes the column in that layer.
 template <bool SEVERAL>
 struct Weights;
 template <>
