@@ -65,7 +65,7 @@ GROUPS = (
     Group("Wan 14B", 32_760, (5120,) * 3, 5120),
     Group("Wan 14B, text", 512, (5120,) * 2, 5120),
 )
-QUICK_GROUPS = (Group("image", 40, (64, 32), 144), Group("text", 9, (40, 8), 144))
+QUICK_GROUPS = (Group("image", 40, (64, 32), 144), Group("text", 9, (32, 32), 144))
 #: A plan, and the array of each of its buffers.
 Launch = tuple[GemmPlan, Mapping[str, str]]
 
