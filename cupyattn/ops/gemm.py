@@ -208,8 +208,8 @@ class _Gemm(Operation):
         """Return the launch."""
         settings, kernel = problem.settled
         plan = plan_gemm(
-            kernel, _places(problem), settings.out_dtype, bias=dtype_of(problem, "bias"),
-            activation=settings.activation, outliers=dtype_of(problem, "a_16"),
+            kernel, _places(problem), settings.out_dtype, bias=_dtype_of(problem, "bias"),
+            activation=settings.activation, outliers=_dtype_of(problem, "a_16"),
         )  # fmt: skip
         return Work.of(plan)
 
@@ -241,7 +241,7 @@ class _Gemm(Operation):
 GEMM = _Gemm()
 
 
-def dtype_of(problem: Problem, name: str) -> str:
+def _dtype_of(problem: Problem, name: str) -> str:
     """Return the storage type of a product's operand; "" if it has none of this name."""
     return problem.operands[name].dtype.name if name in problem.operands else ""
 
@@ -272,7 +272,7 @@ def are_alike(products: Sequence[Problem]) -> bool:
         and settings.activation not in GLU
         and all(one.settled[0] == settings for one in products)
         and not any(added & one.operands.keys() for one in products)
-        and len({dtype_of(one, "bias") for one in products} - {""}) <= 1
+        and len({_dtype_of(one, "bias") for one in products} - {""}) <= 1
     )
 
 
@@ -302,7 +302,7 @@ def plan_together(kernel: GemmKernel, products: Sequence[Problem]) -> GemmPlan:
     settings, _ = products[0].settled
     first, *others = map(_places, products)
     further = tuple(LayerOperands(one.b, one.b_scales, one.c, one.bias) for one in others)
-    bias = max(dtype_of(one, "bias") for one in products)  # "" of products without
+    bias = max(_dtype_of(one, "bias") for one in products)  # "" of products without
     return plan_gemm(
         kernel, replace(first, further=further), settings.out_dtype, bias=bias,
         activation=settings.activation,

@@ -19,8 +19,9 @@ struct LayersParams {
 };
 
 // The weights of a launch: `const Weights<LAYERS> weights WEIGHT_ARGUMENTS;`. A tile begins at
-// column n0 of all layers. A slice of its rows of B is copied by copy_B. Its layer has the
-// parameters params, as in a separate launch; n0 becomes the column in that layer.
+// column n0 of all layers. Member copy_B copies a slice of the tile's rows of B. Member params
+// returns the parameters of the tile's layer, as a separate launch has them, and replaces n0 by the
+// column within the layer.
 template <bool SEVERAL>
 struct Weights;
 template <>
