@@ -18,7 +18,7 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.operation import Operation, run
-from cupyattn.plans.gemm import GemmPlan, ProductOperands, plan_gemm
+from cupyattn.plans.gemm import GemmPlan, LayerOperands, ProductOperands, plan_gemm
 from cupyattn.plans.records import Work
 from cupyattn.problem.gemm_form import (
     COPIED,
@@ -258,23 +258,19 @@ def _places(problem: Problem) -> ProductOperands:
 
 
 def are_alike(products: Sequence[Problem]) -> bool:
-    """Whether products of the same codes differ only in weight, scales and result.
-
-    They may also differ in having a bias or an activation.
+    """Whether products of the same codes differ only in weight, scales, result, and a bias.
 
     Parameters
     ----------
     products : sequence of Problem
         Of this operation.
     """
-    _, kernel = products[0].settled
-    added, every = {"residual", "gate", "a_16"}, [one.settled[0] for one in products]
-    activations = {settings.activation for settings in every} - {""}
+    settings, kernel = products[0].settled
+    added = {"residual", "gate", "a_16"}
     return (
         kernel is not None
-        and len(activations) <= 1
-        and not activations & GLU.keys()
-        and len({settings._replace(activation="") for settings in every}) == 1
+        and settings.activation not in GLU
+        and all(one.settled[0] == settings for one in products)
         and not any(added & one.operands.keys() for one in products)
         and len({_dtype_of(one, "bias") for one in products} - {""}) <= 1
     )
@@ -303,15 +299,14 @@ def plan_together(kernel: GemmKernel, products: Sequence[Problem]) -> GemmPlan:
     products : sequence of Problem
         `cupyattn.plans.gemm.buffer_of` names the buffers of each, except the codes.
     """
-    given = [one.settled[0].activation for one in products]
-    bias, activation = max(_dtype_of(one, "bias") for one in products), max(given)  # not ""
-    first, *further = (
-        replace(_places(one), is_activated=own == activation)
-        for one, own in zip(products, given, strict=True)
-    )
-    at = replace(first, further=tuple(one.layers[0] for one in further))
-    out_dtype = products[0].settled[0].out_dtype
-    return plan_gemm(kernel, at, out_dtype, bias=bias, activation=activation)
+    settings, _ = products[0].settled
+    first, *others = map(_places, products)
+    further = tuple(LayerOperands(one.b, one.b_scales, one.c, one.bias) for one in others)
+    bias = max(_dtype_of(one, "bias") for one in products)  # "" of products without
+    return plan_gemm(
+        kernel, replace(first, further=further), settings.out_dtype, bias=bias,
+        activation=settings.activation,
+    )  # fmt: skip
 
 
 def _check_sum(operands: Mapping[str, Described], out_dtype: str, n: int) -> None:

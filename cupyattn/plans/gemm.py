@@ -64,8 +64,6 @@ class GemmFeatures:
         Whether the copy engine orders rows of B so that a lane has eight adjacent columns of C.
     layers : bool
         Whether several layers multiply the same codes; a bias may then be missing in some.
-    some_activated : bool
-        Whether only some of these have the activation.
     """
 
     out_dtype: str
@@ -79,7 +77,6 @@ class GemmFeatures:
     straddles: bool = False
     neighbours: bool = False
     layers: bool = False
-    some_activated: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -99,7 +96,7 @@ class GemmFeatures:
             **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
             **({"CFG_GATE_LAST": 1} if self.activation in GATE_LAST else {}),
             **({"CFG_NEIGHBOURS": 1} if self.neighbours else {}),
-            **({"CFG_LAYERS": 1 + self.some_activated} if self.layers else {}),
+            **({"CFG_LAYERS": 1} if self.layers else {}),
         }  # fmt: skip
 
 
@@ -155,7 +152,6 @@ class LayerOperands:
     b_scales: Operand
     c: Operand
     bias: Operand | None = None
-    is_activated: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,7 @@ class ProductOperands:
     (groups of rows, n) have the type of c; the gate may also be float32. `a_16` and `b_16` are the
     columns in 16 bits that are multiplied in addition to the codes. `further` are layers that the
     launch multiplies by the same codes, too; `buffer_of` names their buffers. No layer then has
-    `residual`, `gate`, or columns in 16 bits. Layers with `is_activated` have the activation.
+    `residual`, `gate`, or columns in 16 bits.
     """
 
     a: Operand
@@ -179,14 +175,12 @@ class ProductOperands:
     bias: Operand | None = None
     a_16: Operand | None = None
     b_16: Operand | None = None
-    is_activated: bool = True
     further: tuple[LayerOperands, ...] = ()
 
     @property
     def layers(self) -> tuple[LayerOperands, ...]:
         """All layers."""
-        first = LayerOperands(self.b, self.b_scales, self.c, self.bias, self.is_activated)
-        return first, *self.further
+        return LayerOperands(self.b, self.b_scales, self.c, self.bias), *self.further
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -234,7 +228,7 @@ def plan_gemm(
         Storage type of the buffer ``"bias"``, contiguous; "" for none. One of several layers has a
         bias if `at` gives its layout.
     activation : str
-        "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
+        "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`; all layers have it.
     outliers : {"", "float16", "bfloat16"}
         Storage type of the buffers ``"a_16"`` and ``"b_16"``; "" for none.
     blocks : int, optional
@@ -341,7 +335,6 @@ def _features(
             _takes_neighbours(at, one, halves, bias) for one in at.layers
         ),
         bool(at.further),
-        not all(one.is_activated for one in at.layers),
     )  # fmt: skip
 
 
@@ -407,7 +400,6 @@ def _of_layers(at: ProductOperands, features: GemmFeatures, tiles: GemmTiles) ->
         "B_scale_stride": (*(one.b_scales.row_strides[0] for one in layers), *zeros),
         "C_stride": (*(one.c.row_strides[0] for one in layers), *zeros),
         "n": (*at.columns, *zeros), "first": tuple(first),
-        "activated": (*(int(one.is_activated) for one in layers), *zeros),
     }  # fmt: skip
     maps = [
         _map_of_weight(buffer_of("b", number), "int8", one.b, features, tiles)

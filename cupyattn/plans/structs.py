@@ -189,7 +189,6 @@ GEMM_PARAMS = _struct([
 LAYERS_PARAMS = _struct([
     ("B_scale", "u8", 4), ("C", "u8", 4), ("bias", "u8", 4),
     ("B_scale_stride", "i8", 4), ("C_stride", "i8", 4), ("n", "i4", 4), ("first", "i4", 4),
-    ("activated", "i4", 4),
 ])  # fmt: skip
 
 #: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu.

@@ -270,8 +270,7 @@ constexpr bool GLU = CFG_GLU != 0;         // B has two halves of rows: activati
 constexpr bool GATE_LAST = CFG_GATE_LAST;  // G is the second
 constexpr bool STRADDLES = CFG_GLU == 2;   // and a tile of the second may meet two blocks of scales
 constexpr bool NEIGHBOURS = CFG_NEIGHBOURS;  // rows of B come so that a lane has 8 columns of C
-constexpr bool LAYERS = CFG_LAYERS != 0;     // several weights, of layers that multiply the same A
-constexpr bool SOME_ACTIVATED = CFG_LAYERS == 2;  // of which only some have the activation
+constexpr bool LAYERS = CFG_LAYERS;          // several weights, of layers that multiply the same A
 constexpr int HALVES = GLU ? 2 : 1;
 constexpr int TILE_N = BLOCK_N / HALVES;  // columns of C per thread block, where B has BLOCK_N rows
 

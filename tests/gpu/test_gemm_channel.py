@@ -184,7 +184,7 @@ def test_layers_of_one_launch_have_the_bits_of_separate_calls(m, n, k) -> None:
 
 
 def test_layers_of_torch_in_one_call() -> None:
-    """An operator of several layers behind a norm: a first and repeated calls."""
+    """An operator of several layers, behind a norm too: launches, a first and repeated calls."""
     torch = pytest.importorskip("torch")
     from cupyattn.interop.torch import Int8Linear, linear_parts
 
@@ -208,29 +208,3 @@ def test_layers_of_torch_in_one_call() -> None:
         for _ in range(3):
             for y, wanted in zip(call(device, x.cuda(), None), expected, strict=True):
                 assert torch.equal(y.cpu(), wanted)
-
-
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "silu"])
-def test_an_activation_of_some_layers_has_the_bits_of_separate_calls(activation: str) -> None:
-    torch = pytest.importorskip("torch")
-    from cupyattn.interop.torch import Int8Linear, linear_parts
-
-    arch_of("gemm@sm90")
-    torch.manual_seed(0)
-    layers = [
-        Int8Linear.from_linear(
-            torch.nn.Linear(3072, out, dtype=torch.bfloat16).cuda(), strategy="channel"
-        )
-        for out in (3072, 12_288, 320)
-    ]
-    x = torch.randn(1, 4608, 3072, dtype=torch.bfloat16, device="cuda")
-    own = [[y.weight_codes, y.weight_scale, y.bias] for y in layers]
-    given = ["", activation, ""]
-    with torch.no_grad():
-        expected = [
-            linear_parts.run_layer(x, *layer, None, None, one, None, None)
-            for layer, one in zip(own, given, strict=True)
-        ]
-        for _ in range(3):
-            found = linear_parts.multiply(x, own, tuple(given), None, None)
-            assert all(map(torch.equal, found, expected))

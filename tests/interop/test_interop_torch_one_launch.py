@@ -98,10 +98,10 @@ def test_layers_with_adapters_have_the_bits_of_separate_launches(launched: Count
     assert both_ways(stream, launched, given) == {3: 1, 1: 1}
 
 
-#: Blocks of diffusers, and their launches by number of layers: q, k and v of each stream, in Flux's
-#: single block with the feed-forward's first, which has an activation; k and v of cross-attention.
+#: Blocks of diffusers, and their launches by number of layers: q, k and v of each stream, k and v
+#: of cross-attention. The feed-forward in Flux's single block has an activation.
 BLOCKS = {
-    "Flux": {3: 2, 1: 6}, "Flux, single": {4: 1}, "Wan": {3: 1, 2: 1, 1: 5},
+    "Flux": {3: 2, 1: 6}, "Flux, single": {3: 1, 1: 1}, "Wan": {3: 1, 2: 1, 1: 5},
     "Kandinsky": {3: 1, 2: 1, 1: 2},
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ from cupyattn.problem.gemm_form import (
 from tests.faults.fault_patches import check_found, put_a_line_in_place
 from tests.quant.gemm_cases import Product
 from tests.quant.test_gemm_channel import by_channel
-from tests.support.marks import slow, slow_rows, slow_unless
+from tests.support.marks import slow_rows, slow_unless
 
 ALONE = GemmTiles(64, 64, num_warps=8, num_stages=2)
 #: Blocks share all tiles, or the tiles of the last wave.
@@ -54,25 +54,16 @@ def layers_of(seed: int, m: int, n: Sequence[int], k: int, **more: Any) -> list[
 
 
 def places_of(products: Sequence[Product], results: Sequence[np.ndarray]) -> ProductOperands:
-    activation = activation_of(products)
     own = [
-        LayerOperands(
-            Operand.of(p.b), Operand.of(p.b_scales), Operand.of(c),
-            None if p.bias is None else Operand.of(p.bias), p.activation == activation,
-        )
+        LayerOperands(*map(Operand.of, (p.b, p.b_scales, c)),
+                      None if p.bias is None else Operand.of(p.bias))
         for p, c in zip(products, results, strict=True)
     ]  # fmt: skip
     first, *further = own
     codes = map(Operand.of, (products[0].a, products[0].a_scales))
     return ProductOperands(
-        *codes, first.b, first.b_scales, first.c, bias=first.bias,
-        is_activated=first.is_activated, further=tuple(further),
-    )  # fmt: skip
-
-
-def activation_of(products: Sequence[Product]) -> str:
-    (found,) = {p.activation for p in products} - {""} or {""}
-    return found
+        *codes, first.b, first.b_scales, first.c, bias=first.bias, further=tuple(further)
+    )
 
 
 def planned_together(
@@ -83,7 +74,7 @@ def planned_together(
     kernel = GemmKernel("channel", "sm90", tiles, "sm_90a")
     return plan_gemm(
         kernel, places_of(products, results), one.out_dtype, bias=max(types, default=""),
-        activation=activation_of(products), **how,
+        activation=one.activation, **how,
     )  # fmt: skip
 
 
@@ -156,16 +147,6 @@ def test_an_activation_of_all_layers() -> None:
         assert c.tobytes() == alone.tobytes() and p.share_of_bound(c) <= 1
 
 
-@pytest.mark.parametrize("tiles", [ALONE, *slow([TAIL])], ids=str)
-def test_an_activation_of_some_layers(tiles: GemmTiles) -> None:
-    """As in a feed-forward beside attention."""
-    one, two, three = layers_of(7, 70, (64, 32, 96), 272, out_dtype="bfloat16")
-    products = [one, two.but(activation="gelu_tanh"), three]
-    for p, c in zip(products, run_together(products, tiles, 4), strict=True):
-        alone = p.run(backend="interpret", tiles=ALONE, arch="sm_90a")
-        assert c.tobytes() == alone.tobytes() and p.share_of_bound(c) <= 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_of_warps_changes_a_bit(seed: int) -> None:
@@ -193,17 +174,16 @@ def test_any_layers_have_the_bits_of_separate_calls(seed, m, n, tiles, blocks, o
 @pytest.mark.parametrize(
     ("tiles", "bias", "activation"),
     [(HOPPER_TILES[0], "bfloat16", ""), (HOPPER_TILES[1], "bfloat16", ""),
-     *slow_rows((tiles, bias, activation) for tiles in HOPPER_TILES for bias in ("bfloat16", "")
-                for activation in ("", "gelu", "gelu_tanh", "silu"))],
+     *slow_rows((tiles, bias, activation) for tiles in HOPPER_TILES[2:]
+                for bias in ("bfloat16", "") for activation in ("", "gelu_tanh"))],
     ids=str,
 )  # fmt: skip
 def test_nothing_spills(tiles: GemmTiles, bias: str, activation: str) -> None:
-    """An activation is of some layers."""
-    at, kernel = places(4608), GemmKernel("channel", "sm90", tiles, "sm_90a")
-    at = replace(at, is_activated=not activation)
-    module = plan_gemm(kernel, at, "bfloat16", bias=bias, activation=activation).launches[0].module
+    kernel = GemmKernel("channel", "sm90", tiles, "sm_90a")
+    plan = plan_gemm(kernel, places(4608), "bfloat16", bias=bias, activation=activation)
+    module = plan.launches[0].module
     taken = kc.build(module, "sm_90a").kernels["gemm_int8_channel"]
-    assert {("CFG_NEIGHBOURS", 1), ("CFG_LAYERS", 1 + bool(activation))} <= {*module.defines}
+    assert {("CFG_NEIGHBOURS", 1), ("CFG_LAYERS", 1)} <= {*module.defines}
     assert (taken.spill_stores, taken.spill_loads, taken.stack) == (0, 0, 0)
 
 
@@ -229,9 +209,6 @@ THEFTS = {
     "a bias read where there is none": (
         GEMM, "LAYERS && p.bias == nullptr", "false", "null|outside|no array",
     ),
-    "the activation of the first layer": (
-        HEADER, "layers.activated[layer_of(n0)]", "layers.activated[0]", "",
-    ),
     "a tile of the next layer": (HEADER, "(n0 >= layers.first[1])", "(n0 > layers.first[1])", ""),
 }  # fmt: skip
 
@@ -241,12 +218,11 @@ def test_a_line_less_is_found(theft: str, tmp_path: Path, monkeypatch) -> None:
     file, line, instead, finding = THEFTS[theft]
     put_a_line_in_place(file, line, instead, tmp_path, monkeypatch)
     products = layers_of(8, 70, (40, 100, 72), 272)
-    if "activation" in theft:
-        products[2] = products[2].but(activation="silu")
 
     def is_wrong() -> bool:
         found = run_together(products, ALONE, 4)
-        return max(p.share_of_bound(c) for p, c in zip(products, found, strict=True)) > 10
+        pairs = zip(products, found, strict=True)
+        return any(c.tobytes() != p.mirror().tobytes() for p, c in pairs)
 
     check_found(is_wrong, finding)
 
@@ -335,9 +311,7 @@ BF16 = ml_dtypes.bfloat16
     ("activations", "biases", "arch", "launches"),
     [
         (("", "", ""), (BF16, None, BF16), "sm_90a", [("c", "c_1", "c_2")]),
-        (("", "gelu", ""), (BF16,) * 3, "sm_90a", [("c", "c_1", "c_2")]),
-        pytest.param(("silu", "gelu", ""), (BF16,) * 3, "sm_90a", [("c", "c_1"), ("c",)],
-                     marks=pytest.mark.slow),
+        (("", "gelu", ""), (BF16,) * 3, "sm_90a", [("c", "c_1"), ("c",)]),
         pytest.param(("", "", ""), (BF16, np.float32, None), "sm_90a", [("c", "c_1"), ("c",)],
                      marks=pytest.mark.slow),
         (("",) * 5, (None,) * 5, "sm_90a", [("c", "c_1", "c_2", "c_3"), ("c",)]),

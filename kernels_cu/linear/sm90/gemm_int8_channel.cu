@@ -121,7 +121,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       if (step > 0 && lane_id() == 0) mbarrier_arrive(smem.empty[last.stage]);
       last = at;
     }
-    const bool is_activated = weights.is_activated(tile.n0);
     const auto& own = weights.params(p, tile.n0);  // of this tile's layer
     // Scales and bias come before they are needed: these while the last products are made.
     constexpr int TILES = 4;  // of 16 x 8, that store_sums stores at once
@@ -154,8 +153,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
 #pragma unroll
             for (int h = 0; h < 2; ++h)
               if (has_rows<AT_ONCE>(f, h))
-                store_layer<MERGED>(
-                    is_activated, own, row0 + h * 8, tile.n0, f / HALVES, A_scale[h], B_scale, bias,
+                store_sums<MERGED>(
+                    own, row0 + h * 8, tile.n0, f / HALVES, A_scale[h], B_scale, bias,
                     [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
@@ -167,9 +166,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       if (n + TILES < FRAGMENTS / HALVES) load_columns(n + TILES);
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_layer<TILES>(
-            is_activated, own, row0 + h * 8, tile.n0, n, A_scale[h], B_scale[n / TILES % 2],
-            bias[n / TILES % 2], [&](int i, int j) {
+        store_sums<TILES>(
+            own, row0 + h * 8, tile.n0, n, A_scale[h], B_scale[n / TILES % 2], bias[n / TILES % 2],
+            [&](int i, int j) {
               const int e = 2 * h + j;
               if constexpr (GLU) {
                 return Halves<int32_t>{

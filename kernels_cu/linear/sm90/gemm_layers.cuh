@@ -4,7 +4,7 @@
 #pragma once
 
 #include "linear/sm90/gemm_block.cuh"
-#include "prims/codes/gemm_channel.cuh"
+#include "prims/codes/gemm.cuh"
 #include "prims/instructions/tma.cuh"
 
 // Of up to four layers, beside GemmParams, whose n counts the columns of all tiles.
@@ -15,8 +15,7 @@ struct LayersParams {
   int64_t B_scale_stride[4];
   int64_t C_stride[4];
   int32_t n[4];
-  int32_t first[4];      // column, a multiple of TILE_N; past the last layer p.n, which no tile has
-  int32_t activated[4];  // 0: without the activation; not read unless SOME_ACTIVATED
+  int32_t first[4];  // column, a multiple of TILE_N; past the last layer p.n, which no tile has
 };
 
 // The weights of a launch: `const Weights<LAYERS> weights WEIGHT_ARGUMENTS;`. A tile begins at
@@ -33,7 +32,6 @@ struct Weights<false> {
       const GemmParams& p, int8_t* shared, Mbarrier& barrier, int col, int n0) const {
     ::copy_B(p, shared, map, barrier, col, n0);
   }
-  __device__ __forceinline__ bool is_activated(int) const { return true; }
   __device__ __forceinline__ const GemmParams& params(const GemmParams& p, int&) const { return p; }
 };
 template <>
@@ -50,9 +48,6 @@ struct Weights<true> {
     const TensorMap& map = layer == 0 ? map0 : layer == 1 ? map1 : layer == 2 ? map2 : map3;
     ::copy_B(p, shared, map, barrier, col, n0 - layers.first[layer]);
   }
-  __device__ __forceinline__ bool is_activated(int n0) const {
-    return !SOME_ACTIVATED || layers.activated[layer_of(n0)] != 0;
-  }
   __device__ __forceinline__ GemmParams params(const GemmParams& p, int& n0) const {
     const int layer = layer_of(n0);
     n0 -= layers.first[layer];
@@ -66,15 +61,3 @@ struct Weights<true> {
     return own;
   }
 };
-
-// As store_sums, for a tile of a layer that has the activation or, if SOME_ACTIVATED, has not.
-template <int TILES, typename Sum>
-__device__ __forceinline__ void store_layer(
-    bool is_activated, const GemmParams& p, int row, int n0, int first, float A_scale,
-    const ColumnPairs<TILES>& B_scale, const ColumnPairs<TILES>& bias, Sum sum) {
-  if (SOME_ACTIVATED && !is_activated) {
-    store_sums<TILES, Activation::NONE>(p, row, n0, first, A_scale, B_scale, bias, sum);
-  } else {
-    store_sums<TILES>(p, row, n0, first, A_scale, B_scale, bias, sum);
-  }
-}

@@ -194,19 +194,19 @@ __device__ __forceinline__ void load_bias(
 }
 
 // G3, G4: element j of a lane's tile i, whose product is x.
-template <int TILES, Activation KIND>
+template <int TILES>
 __device__ __forceinline__ float finished(float x, const ColumnPairs<TILES>& bias, int i, int j) {
   if constexpr (BIAS) x += bias[0][i].v[j];  // G3
-  return activated<KIND>(x);                 // G4
+  return activated<ACTIVATION>(x);           // G4
 }
 
 // G3, G4, G7: the same for a gated linear unit.
-template <int TILES, Activation KIND>
+template <int TILES>
 __device__ __forceinline__ float finished(
     Halves<float> x, const ColumnPairs<TILES>& bias, int i, int j) {
   if constexpr (BIAS) x.first += bias[0][i].v[j], x.second += bias[1][i].v[j];  // G3
   const float gate = GATE_LAST ? x.second : x.first, up = GATE_LAST ? x.first : x.second;
-  return __fmul_rn(activated<KIND>(gate), up);  // G4, G7
+  return __fmul_rn(activated<ACTIVATION>(gate), up);  // G4, G7
 }
 
 // Numbers of COLS columns from col on, a multiple of COLS, of a row [n]; arbitrary past the last
@@ -245,13 +245,13 @@ __device__ __forceinline__ void add_residual(
 }
 
 // G3 to G7: COLS numbers of a row of C, from a lane's tile i and the next tiles.
-template <int COLS, int TILES, Activation KIND, typename X>
+template <int COLS, int TILES, typename X>
 __device__ __forceinline__ Vec<float, COLS> of_tiles(
     const GemmParams& p, int row, int n0, int first, int i, const ColumnPairs<TILES>& bias, X x) {
   Vec<float, COLS> y;
 #pragma unroll
   for (int j = 0; j < COLS; ++j)
-    y.v[j] = finished<TILES, KIND>(x(i + j / 2, j % 2), bias, i + j / 2, j % 2);
+    y.v[j] = finished<TILES>(x(i + j / 2, j % 2), bias, i + j / 2, j % 2);
   add_residual<COLS>(p, row, n0 + pair_col(first + i), y);
   return y;
 }
@@ -259,7 +259,7 @@ __device__ __forceinline__ Vec<float, COLS> of_tiles(
 // G3 to G7: stores TILES tiles of a row of C, from tile `first` on; tile 0 begins at column n0.
 // This lane of a quad has x(i, j), column pair_col(first + i) + j: float, or of a gated linear unit
 // Halves of it. All lanes of a warp come here.
-template <int TILES, Activation KIND = ACTIVATION, typename X>
+template <int TILES, typename X>
 __device__ __forceinline__ void store_row(
     const GemmParams& p, int row, int n0, int first, const ColumnPairs<TILES>& bias, X x) {
   constexpr bool BY_FOUR_TILES = ELEM_IS_16_BIT && VEC == 8 && TILES % 4 == 0;
@@ -269,14 +269,14 @@ __device__ __forceinline__ void store_row(
     for (int i = 0; i < TILES; i += 4) {  // 32 columns, a quarter of them to each lane
       uint32_t packed[4];
       if constexpr (NEIGHBOURS) {
-        const auto y = of_tiles<8, TILES, KIND>(p, row, n0, first, i, bias, x);
+        const auto y = of_tiles<8, TILES>(p, row, n0, first, i, bias, x);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           packed[j] = pack_rn<elem16_t>(y.v[2 * j], y.v[2 * j + 1]);  // G5
       } else {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const auto y = of_tiles<2, TILES, KIND>(p, row, n0, first, i + j, bias, x);
+          const auto y = of_tiles<2, TILES>(p, row, n0, first, i + j, bias, x);
           packed[j] = pack_rn<elem16_t>(y.v[0], y.v[1]);  // G5
         }
         shfl_transpose(packed);
@@ -292,7 +292,7 @@ __device__ __forceinline__ void store_row(
     for (int i = 0; i < TILES; ++i) {
       const int col = n0 + pair_col(first + i);
       if (col >= p.n) continue;
-      const auto y = of_tiles<2, TILES, KIND>(p, row, n0, first, i, bias, x);
+      const auto y = of_tiles<2, TILES>(p, row, n0, first, i, bias, x);
       if constexpr (VEC >= 2) {
         *reinterpret_cast<Vec<elem_t, 2>*>(C + col) = {
             {from_float<elem_t>(y.v[0]), from_float<elem_t>(y.v[1])}};  // G5

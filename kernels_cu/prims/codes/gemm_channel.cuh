@@ -38,11 +38,11 @@ __device__ __forceinline__ void load_column_scales(
 // G1 to G7: stores TILES tiles of a row of C, from tile `first` on; tile 0 begins at column n0.
 // This lane of a quad has the sums sum(i, j), column pair_col(first + i) + j. All lanes of a warp
 // come here.
-template <int TILES, Activation KIND = ACTIVATION, typename Sum>
+template <int TILES, typename Sum>
 __device__ __forceinline__ void store_sums(
     const GemmParams& p, int row, int n0, int first, float A_scale,
     const ColumnPairs<TILES>& B_scale, const ColumnPairs<TILES>& bias, Sum sum) {
-  store_row<TILES, KIND>(p, row, n0, first, bias, [&](int i, int j) {
+  store_row<TILES>(p, row, n0, first, bias, [&](int i, int j) {
     if constexpr (GLU) {
       const Halves<float> of_columns = {B_scale[0][i].v[j], B_scale[1][i].v[j]};
       return scaled(sum(i, j), A_scale, of_columns);
