@@ -16,6 +16,7 @@
 #include "prims/config.cuh"
 #include "prims/instructions/cluster.cuh"
 #include "prims/io/gradient_sm90.cuh"
+#include "prims/schedule/gradient_turns.cuh"
 #include "prims/params.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
@@ -52,6 +53,11 @@ struct SharedStorage {
   // dS of a step, of all keys of the pair. `empty` counts the warps of both blocks: they have
   // multiplied what this block stored, and the copy of it has ended.
   Mbarrier dS_full[2], dS_empty[2];
+  // ORDERED, as in sm90/backward_keys.cu: dQ of a step may be added; it has been; the next pair may
+  // add. Each block has the turns of its columns.
+  Mbarrier turn[2], added[2], passed[2];
+  TurnAt turn_at[2];
+  int32_t index;  // ORDERED: place of the pair in the order of beginning; of block 0
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
@@ -65,7 +71,7 @@ static_assert(HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_key
 static_assert(
     !MASK && !SOFTCAP && !BIAS && !BLOCK_MASK && !VARLEN,
     "the pair takes no mask, softcap, bias, block mask or packed sequences");
-static_assert(SUMS_DQ && !ORDERED, "CFG_DQ must be 1: the blocks add up dQ in any order");
+static_assert(SUMS_DQ, "CFG_DQ must be 1 or 2: the blocks add up dQ");
 static_assert(
     NUM_THREADS == WARPGROUP + CONSUMER_WARPS * WARP_SIZE,
     "NUM_WARPS must be 8 that compute and 4 that copy");
@@ -155,17 +161,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
   auto& smem =
       *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
-
-  // S0 locate
-  const AttnParams& p = call;
   const int rank = blockIdx.x % PAIR, other = rank ^ 1;
-  const int kv_pairs = ceil_div(p.len_kv, BLOCK_KV), pair = blockIdx.x / PAIR;
-  const int pair_kv0 = pair % kv_pairs * BLOCK_KV;  // the first keys have most causal rows
-  const int kv0 = pair_kv0 + rank * BLOCK_KEYS;
-  const int64_t batch_head = pair / kv_pairs;
-  const int64_t batch = batch_head / p.heads_kv, head_kv = batch_head % p.heads_kv;
-  const int group = p.heads / p.heads_kv;
-  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
 
   if (threadIdx.x == 0) {
     mbarrier_init(smem.KV_full, 1);
@@ -180,16 +176,44 @@ extern "C" __global__ __cluster_dims__(PAIR)
     for (int s = 0; s < 2; ++s) {
       mbarrier_init(smem.dS_full[s], 4);
       mbarrier_init(smem.dS_empty[s], PAIR * CONSUMER_WARPS);
+      mbarrier_init(smem.turn[s], 1);
+      mbarrier_init(smem.added[s], CONSUMER_WARPS);
+      mbarrier_init(smem.passed[s], 1);
     }
     fence_mbarrier_init();
+    if (ORDERED && rank == 0) smem.index = atomicAdd(grad.next_block, 1);
   }
-  cluster_sync();  // the barriers of both blocks are initialised before anyone waits or arrives
+  // The barriers of both blocks are initialised before anyone waits or arrives; index is there.
+  cluster_sync();
+
+  // S0 locate
+  const AttnParams& p = call;
+  const int kv_pairs = ceil_div(p.len_kv, BLOCK_KV);
+  const int index = ORDERED ? uniform(load_from_block(smem.index, 0)) : int(blockIdx.x / PAIR);
+  if (ORDERED) __syncthreads();  // all have read, for whom the consumers arrive at the end
+  const BlockOfKeys own = block_of_keys(index, gridDim.x / PAIR, kv_pairs, p.len_q);
+  const int pair_kv0 = own.kv0, kv0 = pair_kv0 + rank * BLOCK_KEYS;
+  const int64_t batch = own.head / p.heads_kv, head_kv = own.head % p.heads_kv;
+  const int group = p.heads / p.heads_kv;
+  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
 
   // NOTE: the steps of the pair's keys, so that both blocks step over the same rows.
   RowSteps steps(p, grad, batch, first_head, last_head, pair_kv0);
-  if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
+  if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x >= WARP_SIZE || !elect_sync() || steps.head >= last_head) return;
+    const int warp = warp_id();
+    if (warp > (ORDERED ? 2 : 0) || !elect_sync() || steps.head >= last_head) return;
+    // ---- behind S5, one thread: after pairs of later keys, lets this block add, ...
+    if (warp == 1) {
+      give_turns<PAIR>(smem, call, p, grad, steps, batch, last_head, pair_kv0, 0, rank);
+      return;
+    }
+    // ---- ... and one thread: after this block, lets that of the next pair add
+    if (warp == 2) {
+      pass_turns<PAIR>(smem, call, p, grad, steps, batch, last_head, pair_kv0, rank);
+      return;
+    }
+    // ---- the producer, one thread: S1 and S2
     // S1 load K, V, and the columns of the other block's K that dQ needs
     mbarrier_arrive_expect_tx(smem.KV_full, sizeof(smem.K) + sizeof(smem.V) + sizeof(smem.K_other));
     for (int b = 0; b < BOXES; ++b) {
@@ -260,10 +284,20 @@ extern "C" __global__ __cluster_dims__(PAIR)
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
     release_to_both(smem.dS_empty[dQ_at.stage]);
-    dQ_at.advance();
   };
   const auto add_dQ = [&](float* sums) {
-    if (box < QUERY_SUMS_BOXES) add_query_sums(sums, dQ_acc);  // R12
+    if constexpr (ORDERED) {
+      mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);  // pairs before have added
+      const int row = warp_id() % 4 * 16 + lane_id() / 4;
+      if (box < QUERY_SUMS_BOXES)
+        add_in_turn(
+            smem.turn_at[dQ_at.stage], dQ_acc, box, row, box * 64, grad.dQ_stride.len, p.scale);
+      __syncwarp();  // all lanes have added
+      if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
+    } else {
+      if (box < QUERY_SUMS_BOXES) add_query_sums(sums, dQ_acc);  // R12
+    }
+    dQ_at.advance();
   };
   const auto sums_of_step = [&] {
     return query_sums(call, grad, batch, steps.head, steps.q0(), box);
@@ -400,10 +434,10 @@ extern "C" __global__ __cluster_dims__(PAIR)
       wgmma_wait_group<0>();
       end_slopes();
       float* before = nullptr;  // [QUERY_SUMS]
-      while (true) {
+      for (bool first = true;; first = false) {
         share_slopes();
         start_dK();
-        if (before != nullptr) add_dQ(before);
+        if (!first) add_dQ(before);
         if (steps.head == last_head) break;
         before = sums;
         start_slopes();

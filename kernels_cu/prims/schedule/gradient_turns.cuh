@@ -1,0 +1,118 @@
+// gradient_turns.cuh -- blocks of keys that add to dQ in turn, so that every run has the same bits.
+//
+// Blocks take numbers as they begin. A tile of dQ gets the sums of the last keys first, in the order
+// of these numbers. So a block waits only for lower numbers, whose blocks have begun and wait for
+// still lower ones. Hence no deadlock, however few blocks run at once. The first block of a tile
+// stores its part, the last block stores rows.
+#pragma once
+
+#include "prims/schedule/counter.cuh"
+#include "prims/io/gradient_sm90.cuh"
+
+constexpr int64_t L2_SHARE = 32 << 20;  // bytes of rows and sums that stay in the L2 cache
+
+struct TurnAt {      // the rows of dQ of a step
+  float* sums;       // [QUERY_SUMS_BOXES or 2, QUERY_SUMS_TILE], of the parts of these rows
+  elem_t* dQ;        // [rows, HEAD_DIM]
+  int rows;          // number of rows
+  bool first, last;  // whether this block adds to them first, or last
+};
+
+struct BlockOfKeys {
+  int head;  // key heads of all entries, one entry's after the other
+  int kv0;
+};
+// The `index`th block to begin, of `blocks`. The first keys have most causal rows, and come first.
+// With ORDERED the last keys come first, which wait for no block under a causal mask. Heads then run
+// side by side, so that few blocks of one head wait for each other. The L2 cache limits how many: Q,
+// dO and the sums of dQ take 8 bytes per element.
+__device__ __forceinline__ BlockOfKeys
+block_of_keys(int index, int blocks, int kv_blocks, int len_q) {
+  if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
+  const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
+  const int first = index / (at_once * kv_blocks) * at_once;
+  const int heads = min(at_once, blocks / kv_blocks - first);
+  const int within = index - first * kv_blocks;
+  return {first + within % heads, (kv_blocks - 1 - within / heads) * BLOCK_KV};
+}
+
+// Number of blocks of keys behind the block at kv0 that also step over the rows from q0 on.
+__device__ __forceinline__ int blocks_behind(
+    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
+  const int end = kv_end(p, q0, BLOCK_Q);
+  if constexpr (BLOCK_MASK) {
+    const KeptKeys keys(p, batch, head, q0, kv0 + 2 * BLOCK_KV - 1, end);
+    return (keys.end - keys.begin) / BLOCK_KV;
+  }
+  return ceil_div(end, BLOCK_KV) - 1 - kv0 / BLOCK_KV;
+}
+
+// Whether no block of keys before that block steps over them.
+__device__ __forceinline__ bool is_last_turn(
+    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
+  const int begin = kv_begin(p, q0);
+  if constexpr (BLOCK_MASK) {
+    const KeptKeys keys(p, batch, head, q0, begin, kv0);
+    return keys.end <= keys.begin;
+  }
+  return kv0 <= begin;
+}
+
+// The counter of blocks that have added to dQ of the rows from q0 on: to the columns of one of PARTS
+// parts, which are added by different blocks of a cluster.
+template <int PARTS>
+__device__ __forceinline__ int32_t* turns_of(
+    const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0,
+    int part) {
+  return grad.turns + (padded_row(call, grad, batch, head) + q0) / 64 * PARTS + part;
+}
+
+// One thread: after blocks of later keys, lets this block add to the rows of every step.
+template <int PARTS, typename Smem>
+__device__ __forceinline__ void give_turns(
+    Smem& smem, const AttnParams& call, const AttnParams& p, const BackwardParams& grad,
+    RowSteps steps, int64_t batch, int last_head, int kv0, int first_row, int part) {
+  for (RingPosition<2> at; steps.head < last_head; at.advance()) {
+    const int q0 = steps.q0(), behind = blocks_behind(p, batch, steps.head, q0, kv0);
+    await_count(turns_of<PARTS>(call, grad, batch, steps.head, q0, part), behind);
+    mbarrier_wait_parity(smem.passed[at.stage], at.parity ^ 1);  // the last turn is over
+    elem_t* dQ = static_cast<elem_t*>(grad.dQ)                   // [len_q, HEAD_DIM]
+                 + batch * grad.dQ_stride.batch + steps.head * grad.dQ_stride.head +
+                 first_row * grad.dQ_stride.len;
+    smem.turn_at[at.stage] = {
+        query_sums(call, grad, batch, steps.head, q0, 0), dQ + q0 * grad.dQ_stride.len,
+        p.len_q - q0, behind == 0, is_last_turn(p, batch, steps.head, q0, kv0)};
+    mbarrier_arrive(smem.turn[at.stage]);
+    steps.advance(p, grad, batch, last_head, kv0);
+  }
+}
+
+// Another thread: after this block, lets the next block add.
+template <int PARTS, typename Smem>
+__device__ __forceinline__ void pass_turns(
+    Smem& smem, const AttnParams& call, const AttnParams& p, const BackwardParams& grad,
+    RowSteps steps, int64_t batch, int last_head, int kv0, int part) {
+  for (RingPosition<2> at; steps.head < last_head; at.advance()) {
+    mbarrier_wait_parity(smem.added[at.stage], at.parity);  // all warps have added
+    red_release_add(turns_of<PARTS>(call, grad, batch, steps.head, steps.q0(), part), 1);
+    mbarrier_arrive(smem.passed[at.stage]);
+    steps.advance(p, grad, batch, last_head, kv0);
+  }
+}
+
+// Adds a warpgroup's part of dQ, from sums `tile` of the rows: this lane's rows are `row` and
+// row + 8, its columns begin at `col`.
+__device__ __forceinline__ void add_in_turn(
+    const TurnAt& turn, float (&dQ_acc)[QUERY_SUMS], int tile, int row, int col, int64_t stride,
+    float scale) {
+  float* sums = turn.sums + tile * QUERY_SUMS_TILE;  // [QUERY_SUMS / 4, WARPGROUP, 4]
+  if (!turn.last) {
+    if (turn.first)
+      store_query_sums(sums, dQ_acc);
+    else
+      add_query_sums(sums, dQ_acc);  // R12
+    return;
+  }
+  if (!turn.first) gather_query_sums(dQ_acc, sums);                             // R12
+  store_gradient(turn.dQ, stride, row, turn.rows, col, dQ_acc, scale);  // R12
+}
