@@ -265,7 +265,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   // S0 locate
   const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
-  const BlockOfKeys own = block_of_keys(ORDERED ? smem.index : blockIdx.x, gridDim.x, kv_blocks, call.len_q);
+  const BlockOfKeys own =
+      block_of_keys(ORDERED ? smem.index : blockIdx.x, gridDim.x, kv_blocks, call.len_q);
   const int kv0 = own.kv0;
   const int64_t batch = own.head / call.heads_kv, head_kv = own.head % call.heads_kv;
   const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
@@ -279,12 +280,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int warp = warp_id();
     if (warp > (ORDERED ? 2 : 0) || !elect_sync()) return;
-    RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+    TurnSteps steps(p, grad, batch, first_head, last_head, kv0, own.reversed);
     if (steps.head >= last_head) return;
-    // ---- behind S5, one thread: after blocks of later keys, lets this block add, ...
+    // ---- behind S5, one thread: after the blocks before, lets this block add, ...
     if (warp == 1) {
-      give_turns<1>(
-          smem, call, p, grad, steps, batch, last_head, kv0, sequences.first_row(), 0);
+      give_turns<1>(smem, call, p, grad, steps, batch, last_head, kv0, sequences.first_row(), 0);
       return;
     }
     // ---- ... and one thread: after this block, lets the next block add
@@ -352,7 +352,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], destination; not ORDERED
   RingPosition<NUM_STAGES> at;
   RingPosition<2> dS_at, dQ_at;  // dS of this step, and of the step whose dQ is next
-  RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+  TurnSteps steps(p, grad, batch, first_head, last_head, kv0, own.reversed);
 
   // S5 dQ, of the step before
   const auto start_dQ = [&] {

@@ -198,12 +198,12 @@ extern "C" __global__ __cluster_dims__(PAIR)
   const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
 
   // NOTE: the steps of the pair's keys, so that both blocks step over the same rows.
-  RowSteps steps(p, grad, batch, first_head, last_head, pair_kv0);
+  TurnSteps steps(p, grad, batch, first_head, last_head, pair_kv0, own.reversed);
   if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int warp = warp_id();
     if (warp > (ORDERED ? 2 : 0) || !elect_sync() || steps.head >= last_head) return;
-    // ---- behind S5, one thread: after pairs of later keys, lets this block add, ...
+    // ---- behind S5, one thread: after the pairs before, lets this block add, ...
     if (warp == 1) {
       give_turns<PAIR>(smem, call, p, grad, steps, batch, last_head, pair_kv0, 0, rank);
       return;
