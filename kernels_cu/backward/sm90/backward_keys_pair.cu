@@ -284,6 +284,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
     release_to_both(smem.dS_empty[dQ_at.stage]);
+    if (!ORDERED) dQ_at.advance();  // else the stage is the turn's, too
   };
   const auto add_dQ = [&](float* sums) {
     if constexpr (ORDERED) {
@@ -294,10 +295,10 @@ extern "C" __global__ __cluster_dims__(PAIR)
             smem.turn_at[dQ_at.stage], dQ_acc, box, row, box * 64, grad.dQ_stride.len, p.scale);
       __syncwarp();  // all lanes have added
       if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
+      dQ_at.advance();
     } else {
       if (box < QUERY_SUMS_BOXES) add_query_sums(sums, dQ_acc);  // R12
     }
-    dQ_at.advance();
   };
   const auto sums_of_step = [&] {
     return query_sums(call, grad, batch, steps.head, steps.q0(), box);
@@ -434,10 +435,10 @@ extern "C" __global__ __cluster_dims__(PAIR)
       wgmma_wait_group<0>();
       end_slopes();
       float* before = nullptr;  // [QUERY_SUMS]
-      for (bool first = true;; first = false) {
+      while (true) {
         share_slopes();
         start_dK();
-        if (!first) add_dQ(before);
+        if (before != nullptr) add_dQ(before);
         if (steps.head == last_head) break;
         before = sums;
         start_slopes();
