@@ -27,8 +27,8 @@ SUMMED = 128
 #: Tiles of ``backward_keys_pair.cu`` past that: the keys are of two blocks, half of them each.
 PAIR_TILES = Tiles(64, 128, 12, 2)
 #: Past this head_dim and up to so many keys, blocks that add to dQ in turn are faster than atomic
-#: additions. Under a causal mask the limit is twice as many keys
-#: (experiments/results/backward.json).
+#: additions. Under a causal mask the limit is twice as many keys. There blocks whose heads share
+#: keys wait at each head, and atomic additions are faster (experiments/results/backward.json).
 IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.

@@ -163,6 +163,8 @@ def pairs_take(call: AttentionSpec) -> bool:
 
 def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
+    if call.causal and call.heads != call.heads_kv:
+        return False
     length = call.len_kv // 2 if call.causal else call.len_kv
     return IN_ORDER_PAST < call.head_dim <= SUMMED or (
         call.head_dim <= SUMMED and length <= IN_ORDER_KEYS

@@ -15,7 +15,7 @@ Run          python -m experiments.speed.backward_scores [--quick] [--json FILE]
              [--cells 64:4096:bfloat16 ...] [--features bias ...] [--alone] [--stored]
 
 A cell is HEAD_DIM:LENGTH:DTYPE. With ``--alone`` no other library runs: FlexAttention compiles for
-up to a minute a case.
+up to a minute a case. The record is rewritten after each.
 """
 
 from __future__ import annotations
@@ -164,14 +164,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the experiment, print the table, write the record."""
     recording.check_rounds(args)
     cells = [ScoreCell.parse(text) for text in args.cells] if args.cells else CELLS
-    found = [
-        measure(cell, feature, args)
-        for cell in cells
-        for feature in args.features
-        if feature in scores.features_of(cell.problem(args))
-    ]
+    found: list[dict[str, Any]] = []
     content = {"rounds": 0 if args.quick else args.rounds, "cells": found}
-    report(recording.keep(args, "backward_scores", "mirror" if args.quick else "cuda", content))
+    record: dict[str, Any] = {}
+    for cell in cells:
+        for feature in args.features:
+            if feature in scores.features_of(cell.problem(args)):
+                found.append(measure(cell, feature, args))
+                record = recording.keep(
+                    args, "backward_scores", "mirror" if args.quick else "cuda", content
+                )
+    report(record)
     return 0 if all(row["ok"] for one in found for row in one["rows"] if not row["peer"]) else 1
 
 

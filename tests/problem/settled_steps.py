@@ -150,6 +150,12 @@ def _gradients() -> Iterator[Gradient]:
                 f"{len_q}x{len_kv} causal={causal}", (1, 1, 1, len_q, len_kv, 64), "sm_90a", "f16",
                 {"causal": causal},
             )  # fmt: skip
+    for heads_kv in (1, 2):
+        for causal in (False, True):
+            yield Gradient(
+                f"2 heads on {heads_kv} causal={causal}", (1, 2, heads_kv, 512, 512, 128), "sm_90a",
+                "bf16", {"causal": causal},
+            )  # fmt: skip
     for name, options in masked(512, 512).items():
         for head_dim in (64, 192):
             yield Gradient(

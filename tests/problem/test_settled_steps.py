@@ -1,4 +1,4 @@
-"""Form and tiles of 235 products and backward passes, and why a faster form is left out.
+"""Form and tiles of 239 products and backward passes, and why a faster form is left out.
 
 settled_steps.json was written once, when plans still chose both, and again for pairs of blocks and
 biases past head_dim 128. A change of it is a change of what users get.
