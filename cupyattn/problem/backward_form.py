@@ -37,8 +37,8 @@ class BackwardKernel:
     form : str
         In ``"atomic"``, blocks of keys add up dQ in float32 in memory. ``"deterministic"`` has a
         separate kernel for dQ, with the same bits on every run. ``"sm90_atomic"`` and
-        ``"sm90_deterministic"`` are the Hopper forms. Up to head_dim 128, the latter adds up dQ in
-        one order. Past it, the former runs in pairs of blocks.
+        ``"sm90_deterministic"`` are the Hopper forms. The latter adds up dQ in one order. Past
+        head_dim 128, blocks run in pairs, except in calls of `NO_DQ`.
     dq : int
         How ``backward_keys.cu`` computes dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
     keys_tiles, queries_tiles : Tiles
@@ -163,12 +163,10 @@ def pairs_take(call: AttentionSpec) -> bool:
 
 def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
-    if call.causal and call.heads != call.heads_kv:
+    if call.head_dim > SUMMED or (call.causal and call.heads != call.heads_kv):
         return False
     length = call.len_kv // 2 if call.causal else call.len_kv
-    return IN_ORDER_PAST < call.head_dim <= SUMMED or (
-        call.head_dim <= SUMMED and length <= IN_ORDER_KEYS
-    )
+    return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
 
 
 def backward_support(

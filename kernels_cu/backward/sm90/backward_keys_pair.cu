@@ -9,7 +9,10 @@
 //              of Q and dO goes to both blocks. No second kernel recomputes S and dP.
 // Data flow    P passes as float32 from the first warpgroup to the second, which stores dS. The
 //              copy engine brings dS to the other block. dQ of a step is multiplied in the next.
-// Kept simple  dO has one stage: it is copied during dK, S and dQ. Blocks add to dQ in any order.
+//              The first warpgroup adds it to memory while S of a further step is multiplied.
+// ORDERED      Pairs add to a tile of dQ in turn, as in sm90/backward_keys.cu. Each block has the
+//              turns of its columns.
+// Kept simple  dO has one stage: it is copied during dK, S and dQ.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
@@ -355,9 +358,11 @@ extern "C" __global__ __cluster_dims__(PAIR)
       end_scores();
       wgmma_wait_group<0>();
       end_dV();
+      float* before = nullptr;  // [QUERY_SUMS]
       while (steps.head < last_head) {
         start_scores();
-        float* before = sums;  // [QUERY_SUMS]
+        if (before != nullptr) add_dQ(before);
+        before = sums;
         wgmma_wait_group<0>();
         end_scores();
         start_dQ();
@@ -365,8 +370,8 @@ extern "C" __global__ __cluster_dims__(PAIR)
         end_dV();
         wgmma_wait_group<0>();
         end_dQ();
-        add_dQ(before);
       }
+      if (before != nullptr) add_dQ(before);
       start_dQ();
       wgmma_wait_group<0>();
       end_dQ();

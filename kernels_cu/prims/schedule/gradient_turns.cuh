@@ -1,8 +1,9 @@
 // gradient_turns.cuh -- blocks of keys that add to dQ in turn, so that every run has the same bits.
 //
-// Blocks take numbers as they begin, and add to a tile of dQ in the order of these numbers. So a block waits only for lower numbers, whose blocks have begun and wait for
-// still lower ones. Hence no deadlock, however few blocks run at once. The first block of a tile
-// stores its part, the last block stores rows.
+// Blocks take numbers as they begin, and add to a tile of dQ in the order of these numbers. So a
+// block waits only for lower numbers, whose blocks have begun and wait for still lower ones. Hence
+// no deadlock, however few blocks run at once. The first block of a tile stores its part, the last
+// block stores rows.
 #pragma once
 
 #include "prims/schedule/counter.cuh"
@@ -24,11 +25,11 @@ struct BlockOfKeys {
 };
 // Under a causal mask the first keys have most rows. The last keys come first, which wait for no
 // block. In the last heads the first keys come first, so that the longest blocks do not begin last.
-constexpr bool REVERSES = ORDERED && CAUSAL && !BLOCK_MASK && HEAD_DIM > 128;
+constexpr bool REVERSES = ORDERED && CAUSAL && !BLOCK_MASK;
 
-// The `index`th block to begin, of `blocks`. The first keys have most causal rows, and come first.
-// With ORDERED heads run side by side, so that few blocks of one head wait for each other. The L2
-// cache limits how many: Q, dO and the sums of dQ take 8 bytes per element.
+// The `index`th block to begin, of `blocks`. Without ORDERED the first keys, which have most causal
+// rows, come first. With ORDERED heads run side by side, so that few blocks of one head wait for
+// each other. The L2 cache limits how many: Q, dO and the sums of dQ take 8 bytes per element.
 __device__ __forceinline__ BlockOfKeys
 block_of_keys(int index, int blocks, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV, false};
@@ -77,8 +78,8 @@ __device__ __forceinline__ bool is_last_turn(
   return kv0 <= begin;
 }
 
-// The counter of blocks that have added to dQ of the rows from q0 on: to the columns of one of PARTS
-// parts, which are added by different blocks of a cluster.
+// The counter of blocks that have added to dQ of the rows from q0 on. Blocks of a cluster add to
+// different columns, in PARTS parts with a counter each.
 template <int PARTS>
 __device__ __forceinline__ int32_t* turns_of(
     const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0,
@@ -138,7 +139,7 @@ __device__ __forceinline__ void add_in_turn(
     float rows[QUERY_SUMS / 2];
 #pragma unroll
     for (int i = 0; i < QUERY_SUMS / 2; ++i) rows[i] = dQ_acc[n + i];
-    if (!turn.first) gather_query_sums(rows, sums + n * WARPGROUP);  // R12
+    if (!turn.first) gather_query_sums(rows, sums + n * WARPGROUP);             // R12
     store_gradient(turn.dQ, stride, row, turn.rows, col + n * 2, rows, scale);  // R12
   }
 }
