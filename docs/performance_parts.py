@@ -149,7 +149,10 @@ def gradients(backward: Record, energy_backward: Record) -> list[str]:
         "",
         "Joules of a call and TFLOP/s, sustained at the limit of power:",
         "",
-        *markdown(["", *(called_short(name) for name in COUNTED)], joules_of(energy_backward)),
+        *markdown(
+            ["", *(name.removeprefix("torch SDPA, ") for name in COUNTED)],
+            joules_of(energy_backward),
+        ),
     ]
 
 
@@ -164,17 +167,6 @@ def joules_of(energy_backward: Record) -> list[list[str]]:
               if name in counted else "-" for name in COUNTED),
         ])  # fmt: skip
     return table
-
-
-def called_short(name: str) -> str:
-    """Return a way's name for a narrow column.
-
-    Examples
-    --------
-    >>> called_short("torch SDPA, cuDNN"), called_short("atomic")
-    ('cuDNN', 'atomic')
-    """
-    return name.removeprefix("torch SDPA, ")
 
 
 # ---- where the time goes -------------------------------------------------------------------------

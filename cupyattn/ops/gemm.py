@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +18,15 @@ from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.limits import MAX_LENGTH
 from cupyattn.kernels.tiles import GemmTiles, check_kind
 from cupyattn.ops.operation import Operation, run
-from cupyattn.plans.gemm import ProductOperands, plan_gemm
+from cupyattn.plans.gemm import GemmPlan, LayerOperands, ProductOperands, plan_gemm
 from cupyattn.plans.records import Work
 from cupyattn.problem.gemm_form import (
     COPIED,
+    GemmKernel,
     check_channel_codes,
     check_tiles_of,
     settle_gemm,
+    settle_layers,
     where_shared,
 )
 from cupyattn.problem.problem import Problem, Result
@@ -203,19 +206,10 @@ class _Gemm(Operation):
 
     def plan(self, problem: Problem) -> Work:
         """Return the launch."""
-        operands, (settings, kernel) = problem.operands, problem.settled
-        of = {name: x.place for name, x in operands.items()}
-        columns = columns_of(operands["b"].shape[0], settings.activation)
-        size = (operands["a"].shape[0], columns)
-        itemsize = STORAGE[settings.out_dtype].itemsize
-        c = Operand.contiguous(size, itemsize)
-        if "c" in problem.received:
-            c = problem.received["c"].place
-        types = (operands[n].dtype.name if n in operands else "" for n in ("bias", "a_16"))
-        bias, outliers = types
+        settings, kernel = problem.settled
         plan = plan_gemm(
-            kernel, ProductOperands(**of, c=c), settings.out_dtype, bias=bias,
-            activation=settings.activation, outliers=outliers,
+            kernel, _places(problem), settings.out_dtype, bias=_dtype_of(problem, "bias"),
+            activation=settings.activation, outliers=_dtype_of(problem, "a_16"),
         )  # fmt: skip
         return Work.of(plan)
 
@@ -245,6 +239,74 @@ class _Gemm(Operation):
 
 
 GEMM = _Gemm()
+
+
+def _dtype_of(problem: Problem, name: str) -> str:
+    """Return the storage type of a product's operand; "" if it has none of this name."""
+    return problem.operands[name].dtype.name if name in problem.operands else ""
+
+
+def _places(problem: Problem) -> ProductOperands:
+    """Return the layouts of a product's operands and result."""
+    settings, _ = problem.settled
+    of: dict[str, Any] = {name: x.place for name, x in problem.operands.items()}
+    if "c" in problem.received:
+        return ProductOperands(**of, c=problem.received["c"].place)
+    columns = columns_of(of["b"].shape[0], settings.activation)
+    itemsize = STORAGE[settings.out_dtype].itemsize
+    return ProductOperands(**of, c=Operand.contiguous((of["a"].shape[0], columns), itemsize))
+
+
+def are_alike(products: Sequence[Problem]) -> bool:
+    """Whether products of the same codes differ only in weight, scales, result, and a bias.
+
+    Parameters
+    ----------
+    products : sequence of Problem
+        Of this operation.
+    """
+    settings, kernel = products[0].settled
+    added = {"residual", "gate", "a_16"}
+    return (
+        kernel is not None
+        and settings.activation not in GLU
+        and all(one.settled[0] == settings for one in products)
+        and not any(added & one.operands.keys() for one in products)
+        and len({_dtype_of(one, "bias") for one in products} - {""}) <= 1
+    )
+
+
+def settle_together(products: Sequence[Problem]) -> GemmKernel | None:
+    """Settle the kernel that runs several products of the same codes in one launch, or None.
+
+    Parameters
+    ----------
+    products : sequence of Problem
+        Which `are_alike`.
+    """
+    m, k = products[0].operands["a"].shape
+    columns = tuple(one.operands["b"].shape[0] for one in products)
+    return settle_layers([one.settled[1] for one in products], m, columns, k)
+
+
+def plan_together(kernel: GemmKernel, products: Sequence[Problem]) -> GemmPlan:
+    """Plan several products of the same codes as one launch.
+
+    Parameters
+    ----------
+    kernel : GemmKernel
+        From `settle_together`.
+    products : sequence of Problem
+        `cupyattn.plans.gemm.buffer_of` names the buffers of each, except the codes.
+    """
+    settings, _ = products[0].settled
+    first, *others = map(_places, products)
+    further = tuple(LayerOperands(one.b, one.b_scales, one.c, one.bias) for one in others)
+    bias = max(_dtype_of(one, "bias") for one in products)  # "" of products without
+    return plan_gemm(
+        kernel, replace(first, further=further), settings.out_dtype, bias=bias,
+        activation=settings.activation,
+    )  # fmt: skip
 
 
 def _check_sum(operands: Mapping[str, Described], out_dtype: str, n: int) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyattn.arrays.described import Described
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.act_quant import ACT_QUANT, SIDES, ActQuantSettings, channels_of
-from cupyattn.ops.gemm import GEMM, GemmSettings
+from cupyattn.ops.gemm import GEMM, GemmSettings, are_alike, plan_together, settle_together
 from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
 from cupyattn.ops.operation import Operation, problem_of, run
+from cupyattn.plans.gemm import buffer_of
 from cupyattn.plans.norm_quant import VECTORS
 from cupyattn.plans.records import Stage, Work, Workspace
+from cupyattn.problem.gemm_form import MOST_LAYERS, GemmKernel
 from cupyattn.problem.problem import Problem
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import columns_of
@@ -107,24 +109,31 @@ class _Layers(Operation):
         arch = next((one.arch for one in products if one.arch), None)
         return replace(
             codes, what=self.name, arch=arch, operands=operands, results=results,
-            received=received, settled=(codes, products),
+            received=received, settled=(codes, products, _launches_of(products)),
         )  # fmt: skip
 
     def plan(self, problem: Problem) -> Work:
-        """Return the launch that quantises, and one launch for each product."""
-        codes, products = problem.settled
+        """Return the launch that quantises, and a launch for each product or several of them."""
+        codes, products, launches = problem.settled
         (quantise,) = _OPERATIONS[codes.what].plan(codes).stages
         stages = [Stage(quantise.plan, _CODES)]
-        for number, product in enumerate(products):
-            (multiply,) = GEMM.plan(product).stages
-            plan = multiply.plan
-            if number == 0 and quantise.plan.launches:  # it may bring weights while codes are made
+        for numbers, kernel in launches:
+            if kernel is None:
+                (multiply,) = GEMM.plan(products[numbers[0]]).stages
+                plan = multiply.plan
+            else:
+                plan = plan_together(kernel, [products[number] for number in numbers])
+            if numbers[0] == 0 and quantise.plan.launches:  # it may bring weights early
                 made = tuple(_CODES.values())
                 plan = replace(
                     plan, launches=tuple(replace(one, awaits=made) for one in plan.launches)
                 )
-            names = {*product.operands, *product.received, *product.results} - {*_CODES.values()}
-            stages.append(Stage(plan, {name: f"{name}{number}" for name in names}))
+            names: dict[str, str] = {}
+            for place, number in enumerate(numbers):
+                own = products[number]
+                buffers = {*own.operands, *own.received, *own.results} - {*_CODES.values()}
+                names |= {buffer_of(name, place): f"{name}{number}" for name in buffers}
+            stages.append(Stage(plan, names))
         between = ((name, products[0].operands[name]) for name in _CODES.values())
         return Work(
             tuple(stages), tuple(Workspace(name, x.shape, x.dtype.name) for name, x in between)
@@ -132,7 +141,7 @@ class _Layers(Operation):
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """Compute the products with NumPy; return the products that no array receives."""
-        codes, products = problem.settled
+        codes, products, _ = problem.settled
         found = _OPERATIONS[codes.what].mirror(codes, arrays)
         made = {_CODES[name]: x for name, x in found.items()}
         results: dict[str, Any] = {}
@@ -145,6 +154,27 @@ class _Layers(Operation):
     def restore(self, facts: None, arrays: Mapping[str, Any], results: dict[str, Any]) -> list[Any]:
         """Return the results, each in the array that received it, if there is one."""
         return [x for name, x in {**results, **arrays}.items() if name.startswith("c")]
+
+
+def _launches_of(products: Sequence[Problem]) -> list[tuple[list[int], GemmKernel | None]]:
+    """Return the numbers of the products of each launch, and the kernel if there are several.
+
+    A launch takes the place of its first product.
+    """
+    groups: list[list[int]] = []
+    for number, product in enumerate(products):
+        for group in groups:
+            own = [products[i] for i in group]
+            if len(group) < MOST_LAYERS and are_alike([*own, product]):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    launches: list[tuple[list[int], GemmKernel | None]] = []
+    for group in groups:
+        kernel = settle_together([products[i] for i in group]) if len(group) > 1 else None
+        launches += [([i], None) for i in group] if kernel is None else [(group, kernel)]
+    return sorted(launches, key=lambda one: one[0])
 
 
 def _codes_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,11 @@ from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import tensor_map_of
 from cupyattn.plans.records import Launch, TensorMap, Workspace, described
-from cupyattn.plans.structs import GEMM_PARAMS
+from cupyattn.plans.structs import GEMM_PARAMS, LAYERS_PARAMS
 from cupyattn.problem.gemm_form import (
+    MOST_LAYERS,
     GemmKernel,
+    all_columns,
     blocks_at_a_time,
     halves_straddle,
     row_bytes,
@@ -59,6 +62,8 @@ class GemmFeatures:
         Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
     neighbours : bool
         Whether the copy engine orders rows of B so that a lane has eight adjacent columns of C.
+    layers : bool
+        Whether several layers multiply the same codes; a bias may then be missing in some.
     """
 
     out_dtype: str
@@ -71,6 +76,7 @@ class GemmFeatures:
     gate: str = ""
     straddles: bool = False
     neighbours: bool = False
+    layers: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -90,6 +96,7 @@ class GemmFeatures:
             **({"CFG_GLU": 1 + self.straddles} if self.activation in GLU else {}),
             **({"CFG_GATE_LAST": 1} if self.activation in GATE_LAST else {}),
             **({"CFG_NEIGHBOURS": 1} if self.neighbours else {}),
+            **({"CFG_LAYERS": 1} if self.layers else {}),
         }  # fmt: skip
 
 
@@ -138,12 +145,24 @@ class GemmPlan(OneLaunch):
 
 
 @dataclass(frozen=True)
+class LayerOperands:
+    """Layouts of one of several layers of the same codes, as in `ProductOperands`."""
+
+    b: Operand
+    b_scales: Operand
+    c: Operand
+    bias: Operand | None = None
+
+
+@dataclass(frozen=True)
 class ProductOperands:
     """Layouts of codes, scales and result, which are the buffers of these names in a plan.
 
     All have two axes, the last one contiguous, except `bias` (n,). `residual` (m, n) and `gate`
     (groups of rows, n) have the type of c; the gate may also be float32. `a_16` and `b_16` are the
-    columns in 16 bits that are multiplied in addition to the codes.
+    columns in 16 bits that are multiplied in addition to the codes. `further` are layers that the
+    launch multiplies by the same codes, too; `buffer_of` names their buffers. No layer then has
+    `residual`, `gate`, or columns in 16 bits.
     """
 
     a: Operand
@@ -156,11 +175,33 @@ class ProductOperands:
     bias: Operand | None = None
     a_16: Operand | None = None
     b_16: Operand | None = None
+    further: tuple[LayerOperands, ...] = ()
+
+    @property
+    def layers(self) -> tuple[LayerOperands, ...]:
+        """All layers."""
+        return LayerOperands(self.b, self.b_scales, self.c, self.bias), *self.further
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Rows of the weight of each layer."""
+        return tuple(layer.b.shape[0] for layer in self.layers)
 
     @property
     def strategy(self) -> str:
         """The groups that share a scale: one of `cupyattn.quant.blocks.STRATEGIES`."""
         return strategy_of(self.a, self.a_scales, self.b, self.b_scales)
+
+
+def buffer_of(name: str, layer: int) -> str:
+    """Return the name of a layer's buffer in a plan; the first layer has no number.
+
+    Examples
+    --------
+    >>> [buffer_of("bias", layer) for layer in range(3)]
+    ['bias', 'bias_1', 'bias_2']
+    """
+    return f"{name}_{layer}" if layer else name
 
 
 @functools.lru_cache(maxsize=1024)
@@ -174,18 +215,20 @@ def plan_gemm(
     outliers: str = "",
     blocks: int | None = None,
 ) -> GemmPlan:
-    """Plan a product.
+    """Plan a product, or the products of several layers in one launch.
 
     Parameters
     ----------
     kernel : GemmKernel
+        Of several layers: from `cupyattn.problem.gemm_form.settle_layers`.
     at : ProductOperands
     out_dtype : {"float16", "bfloat16", "float32"}
         Storage type of c.
     bias : {"", "float16", "bfloat16", "float32"}
-        Storage type of the buffer ``"bias"``, contiguous; "" for none.
+        Storage type of the buffer ``"bias"``, contiguous; "" for none. One of several layers has a
+        bias if `at` gives its layout.
     activation : str
-        "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
+        "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`; all layers have it.
     outliers : {"", "float16", "bfloat16"}
         Storage type of the buffers ``"a_16"`` and ``"b_16"``; "" for none.
     blocks : int, optional
@@ -200,14 +243,16 @@ def plan_gemm(
     Raises
     ------
     UnsupportedError
-        For more tiles than a grid has blocks.
+        For more tiles than a grid has blocks, and for layers that one launch does not take.
     """
-    (m, _), n = at.a.shape, at.b.shape[0]
+    if at.further:
+        _check_layers(kernel, at, activation)
+    (m, _), n = at.a.shape, at.columns
     form, tiles = kernel.form, kernel.tiles
     if kernel.note:
         _log.info("int8_gemm: %s", kernel.note)
     features = _features(kernel, at, out_dtype, bias, activation, outliers)
-    if m * n == 0:
+    if m * sum(n) == 0:
         return GemmPlan(features=features, form=form, tiles=tiles, note=kernel.note)
     alone = tiles_alone(m, n, tiles, blocks)
     shared = tile_count(m, n, tiles) - alone
@@ -217,15 +262,18 @@ def plan_gemm(
     # NOTE: a persistent block counts on to a part past the last, whose number must fit in an int,
     # too.
     if grid > INT32_MAX - HOPPER_BLOCKS:
-        raise UnsupportedError(f"a product of {m} x {n} takes {grid} tiles: split its rows")
+        raise UnsupportedError(f"a product of {m} x {sum(n)} takes {grid} tiles: split its rows")
     spec = ModuleSpec.of(kernel.source, tiles.defines(), features.defines())
     params = {**_params(at, features), "alone": alone}
+    if features.layers:
+        params["n"] = all_columns(n, tiles)
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
     structs = ((GEMM_PARAMS, params),)
     if form == "sm90":
         maps = _maps(at, features, tiles)
         # Blocks without outliers do not read these maps, which must be valid nevertheless.
         structs += tuple(maps if outliers or kernel.strategy == "channel" else maps * 2)
+        structs += _of_layers(at, features, tiles) if features.layers else ()
         grid = min(grid, blocks_at_a_time(tiles, blocks)) if tiles.splits == 1 else grid
     launch = Launch(spec, kernel.entry, grid, tiles.num_threads, True, structs)
     plan = GemmPlan(
@@ -234,6 +282,24 @@ def plan_gemm(
     )  # fmt: skip
     _log.debug("%s", plan)
     return plan
+
+
+def _check_layers(kernel: GemmKernel, at: ProductOperands, activation: str) -> None:
+    """Raise UnsupportedError for layers that the kernel does not multiply in one launch."""
+    added = [name for name in ("residual", "gate", "a_16") if getattr(at, name) is not None]
+    added += [activation] if activation in GLU else []
+    if (kernel.strategy, kernel.form) != ("channel", "sm90") or added:
+        raise UnsupportedError(
+            "one launch takes several layers in the Hopper form with scales of channels, without "
+            "residual, gate, outliers and gated linear units, got scales of "
+            f"{kernel.strategy}s in form {kernel.form!r} with {', '.join(added) or 'none of these'}"
+            ": plan each layer separately"
+        )
+    if len(at.layers) > MOST_LAYERS:
+        raise UnsupportedError(
+            f"one launch takes at most {MOST_LAYERS} layers, got {len(at.layers)}: plan them in "
+            "several launches"
+        )
 
 
 def _multiplied(at: ProductOperands, outliers: str) -> dict[str, tuple[Operand, str]]:
@@ -265,8 +331,11 @@ def _features(
         at.residual is not None,
         gate or "",
         straddles,
-        kernel.form == "sm90" and not straddles and _takes_neighbours(at, n // halves, bias),
-    )
+        kernel.form == "sm90" and not straddles and all(
+            _takes_neighbours(at, one, halves, bias) for one in at.layers
+        ),
+        bool(at.further),
+    )  # fmt: skip
 
 
 def _params(at: ProductOperands, features: GemmFeatures) -> dict[str, Any]:
@@ -274,7 +343,7 @@ def _params(at: ProductOperands, features: GemmFeatures) -> dict[str, Any]:
     (m, k), n = at.a.shape, at.b.shape[0]
     params: dict[str, Any] = {
         "A": "a", "B": "b", "A_scale": "a_scales", "B_scale": "b_scales", "C": "c",
-        "bias": "bias" if features.bias else None,
+        "bias": "bias" if features.bias and not at.further else None,
         "A_stride": row_bytes(at.a), "B_stride": row_bytes(at.b),
         "A_scale_stride": at.a_scales.row_strides[0], "B_scale_stride": at.b_scales.row_strides[0],
         "C_stride": at.c.row_strides[0],
@@ -296,15 +365,47 @@ def _params(at: ProductOperands, features: GemmFeatures) -> dict[str, Any]:
 
 
 def _maps(at: ProductOperands, features: GemmFeatures, tiles: GemmTiles) -> list[TensorMap]:
-    """Describe the matrices that the copy engine reads."""
-    halves = 2 if features.activation in GLU else 1
-    rows = {"a": (1, tiles.block_m), "b": (halves, tiles.block_n // halves)}
+    """Describe the matrices that the copy engine reads; of layers, the first one's."""
     return [
-        _map_of_neighbours(name, dtype, x, tiles.block_n // halves)
-        if features.neighbours and name[0] == "b"
-        else _map_of(name, dtype, x, *rows[name[0]])
+        _map_of_weight(name, dtype, x, features, tiles)
+        if name[0] == "b"
+        else _map_of(name, dtype, x, 1, tiles.block_m)
         for name, (x, dtype) in _multiplied(at, features.outliers).items()
     ]
+
+
+def _map_of_weight(
+    name: str, dtype: str, x: Operand, features: GemmFeatures, tiles: GemmTiles
+) -> TensorMap:
+    halves = 2 if features.activation in GLU else 1
+    if features.neighbours:
+        return _map_of_neighbours(name, dtype, x, tiles.block_n // halves)
+    return _map_of(name, dtype, x, halves, tiles.block_n // halves)
+
+
+def _of_layers(at: ProductOperands, features: GemmFeatures, tiles: GemmTiles) -> tuple[Any, ...]:
+    """Return what the kernel takes of several layers, and the maps of all weights but the first."""
+    layers, most = at.layers, MOST_LAYERS
+    empty = (most - len(layers)) * (None,)
+    zeros = (most - len(layers)) * (0,)
+
+    def buffers(name: str, given: Sequence[object]) -> tuple[str | None, ...]:
+        names = (buffer_of(name, number) for number in range(len(layers)))
+        return *(n if x is not None else None for n, x in zip(names, given, strict=True)), *empty
+
+    first = [all_columns(at.columns[:number], tiles) for number in range(most)]
+    fields = {
+        "B_scale": buffers("b_scales", layers), "C": buffers("c", layers),
+        "bias": buffers("bias", [one.bias for one in layers]),
+        "B_scale_stride": (*(one.b_scales.row_strides[0] for one in layers), *zeros),
+        "C_stride": (*(one.c.row_strides[0] for one in layers), *zeros),
+        "n": (*at.columns, *zeros), "first": tuple(first),
+    }  # fmt: skip
+    maps = [
+        _map_of_weight(buffer_of("b", number), "int8", one.b, features, tiles)
+        for number, one in enumerate(layers[1:], start=1)
+    ]
+    return (LAYERS_PARAMS, fields), *maps, *maps[-1:] * (most - len(layers))
 
 
 def _map_of(name: str, dtype: str, x: Operand, halves: int, rows: int) -> TensorMap:
@@ -328,27 +429,29 @@ def _map_of_neighbours(name: str, dtype: str, x: Operand, rows: int) -> TensorMa
     )
 
 
-def _takes_neighbours(at: ProductOperands, columns: int, bias: str) -> bool:
-    """Whether every array of the product allows access to eight adjacent columns of C.
+def _takes_neighbours(at: ProductOperands, layer: LayerOperands, halves: int, bias: str) -> bool:
+    """Whether every array of a layer allows access to eight adjacent columns of C.
 
     False if there is a bias whose layout `at` does not give.
     """
-    if bias and at.bias is None:
+    if bias and layer.bias is None and not at.further:
         return False
-    beside = [x for x in (at.c, at.residual, at.gate, at.bias) if x is not None]
+    columns = layer.b.shape[0] // halves
+    beside = [x for x in (layer.c, at.residual, at.gate, layer.bias) if x is not None]
     if at.strategy == "channel":
-        scales = at.b_scales
+        scales = layer.b_scales
         if scales.row_strides != (1,):
             return False
         beside.append(Operand((scales.shape[0],), (1,), scales.itemsize, scales.misalignment))
-    if columns % 32 or at.c.itemsize != 2:
+    if columns % 32 or layer.c.itemsize != 2:
         return False
     return all(x.allows(16 // x.itemsize) for x in beside)
 
 
 def _elements_per_access(at: ProductOperands) -> int:
     """Return how many elements of a row of C are stored at a time."""
-    together = [x for x in (at.c, at.residual) if x is not None]
+    together = [layer.c for layer in at.layers]
+    together += [] if at.residual is None else [at.residual]
     # Factors are read in pairs.
     return widest(*together) if at.gate is None or at.gate.allows(2) else 1
 

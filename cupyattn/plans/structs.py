@@ -185,6 +185,12 @@ GEMM_PARAMS = _struct([
     ("gate_rows", "i4"),
 ])  # fmt: skip
 
+#: ``struct LayersParams`` of kernels_cu/linear/sm90/gemm_layers.cuh.
+LAYERS_PARAMS = _struct([
+    ("B_scale", "u8", 4), ("C", "u8", 4), ("bias", "u8", 4),
+    ("B_scale_stride", "i8", 4), ("C_stride", "i8", 4), ("n", "i4", 4), ("first", "i4", 4),
+])  # fmt: skip
+
 #: ``struct ActQuantParams`` of kernels_cu/linear/act_quant.cu.
 ACT_QUANT_PARAMS = _struct([
     ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("kept", "u8"), ("place", "u8"),
@@ -259,10 +265,19 @@ MERGE_PARAMS = _struct([
 def pack(
     struct: np.dtype[Any], values: Mapping[str, Any], addresses: Mapping[str, int]
 ) -> np.ndarray:
-    """Return a kernel parameter: one `struct`, names of buffers replaced by their addresses."""
+    """Return a kernel parameter: one `struct`, names of buffers replaced by their addresses.
+
+    A field with several elements takes a tuple, and None is a null pointer.
+    """
+
+    def number(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(number, value))
+        return addresses[value] if isinstance(value, str) else 0 if value is None else value
+
     packed = np.zeros(1, struct)
     for name, value in values.items():
-        packed[name] = addresses[value] if isinstance(value, str) else 0 if value is None else value
+        packed[name] = number(value)
     return packed
 
 
@@ -270,5 +285,6 @@ def pointers(struct: np.dtype[Any], values: Mapping[str, Any]) -> Iterator[tuple
     """Yield the words of a packed struct that are addresses, each with the name of its buffer."""
     offsets: Mapping[str, Any] = struct.fields or {}
     for name, value in values.items():
-        if isinstance(value, str):
-            yield offsets[name][1] // 8, value
+        for number, one in enumerate(value if isinstance(value, tuple) else (value,)):
+            if isinstance(one, str):
+                yield offsets[name][1] // 8 + number, one

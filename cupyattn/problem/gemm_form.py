@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
-from cupyattn.kernels.limits import HOPPER_BLOCKS
+from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.problem.support import SUPPORTED, Support
 from cupyattn.quant.activation import GLU, MOST_SPLITS
@@ -64,6 +64,10 @@ _CLUSTERED_BLOCKS, _L2_BYTES = HOPPER_BLOCKS // 8 * 8, 40
 _ONE_TO_AN_SM, _ALL_STAGES = 96, 12
 #: Time of a cluster to start, synchronise and add up, in units of a slice's 4096 pairs: about 1 us.
 _MEETING = 14
+#: Time of a launch on the device, in the same units: about 3 us.
+_LAUNCH = 42
+#: Largest number of layers that one launch multiplies by the same codes.
+MOST_LAYERS = 4
 #: Time of whole waves in a kernel launched in clusters, relative to the same kernel without them
 #: (experiments/results/gemm_tails.json).
 _IN_CLUSTERS = 1.02
@@ -162,6 +166,43 @@ def settle_gemm(
     return GemmKernel(strategy, form, tiles, arch, note)
 
 
+def settle_layers(
+    kernels: Sequence[GemmKernel], m: int, n: tuple[int, ...], k: int
+) -> GemmKernel | None:
+    """Settle the kernel of one launch for layers of the same codes, which are alike otherwise.
+
+    Parameters
+    ----------
+    kernels : sequence of GemmKernel
+        The kernel of each layer by itself.
+    m, k : int
+        Rows of the codes, and codes of a row.
+    n : tuple of int
+        Columns of each layer.
+
+    Returns
+    -------
+    GemmKernel or None
+        None for separate launches: in the portable form, with scales of blocks, for more than
+        `MOST_LAYERS`, and if they are faster by the model of `choose_tiles`.
+
+    Examples
+    --------
+    >>> apart = GemmKernel("channel", "sm90", HOPPER_TILES[1], "sm_90a")
+    >>> settle_layers([apart] * 3, 4608, (3072,) * 3, 3072).tiles == HOPPER_TILES[0]
+    True
+    """
+    if {(one.strategy, one.form) for one in kernels} != {("channel", "sm90")}:
+        return None
+    tiles = choose_tiles(m, n, k, HOPPER_TILES)
+    if len(n) > MOST_LAYERS or all_columns(n, tiles) > INT32_MAX:
+        return None
+    apart = sum(
+        _time(m, columns, k, one.tiles) for one, columns in zip(kernels, n, strict=True)
+    ) + _LAUNCH * (len(n) - 1)
+    return replace(kernels[0], tiles=tiles) if _time(m, n, k, tiles) <= apart else None
+
+
 def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
     """Whether a tile of a gated linear unit may meet two blocks of scales in the second half.
 
@@ -180,12 +221,16 @@ def halves_straddle(rows: int, strategy: str, activation: str) -> bool:
     return activation in GLU and strategy == "block" and rows // 2 % BLOCK_SIZE != 0
 
 
-def tiles_alone(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) -> int:
+def tiles_alone(
+    m: int, n: int | tuple[int, ...], tiles: GemmTiles, blocks: int | None = None
+) -> int:
     """Return how many tiles of an (m, n) product have one block each; they come first.
 
     Parameters
     ----------
-    m, n : int
+    m : int
+    n : int or tuple of int
+        Columns; of each layer of one launch.
     tiles : GemmTiles
     blocks : int, optional
         That a device runs at a time: `cupyattn.kernels.limits.HOPPER_BLOCKS` when omitted.
@@ -236,12 +281,16 @@ def where_shared(m: int, n: int, tiles: GemmTiles, blocks: int | None = None) ->
     return found.repeat(tiles.block_m, axis=0)[:m].repeat(tiles.block_n, axis=1)[:, :n]
 
 
-def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> GemmTiles:
+def choose_tiles(
+    m: int, n: int | tuple[int, ...], k: int, choices: tuple[GemmTiles, ...]
+) -> GemmTiles:
     """Return the tiles that take the shortest time for an (m, n) product over k.
 
     Parameters
     ----------
-    m, n, k : int
+    m, k : int
+    n : int or tuple of int
+        Columns; of each layer of one launch.
     choices : tuple of GemmTiles
         At least one without splits.
 
@@ -267,19 +316,6 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
     """
     slices = _slices(k)
 
-    def time(tiles: GemmTiles) -> float:
-        alone = tiles_alone(m, n, tiles)
-        shared = tile_count(m, n, tiles) - alone
-        products = tiles.block_m * tiles.block_n / 4096
-        slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
-        part = -(-slices // tiles.cluster) * slice_time + _MEETING
-        of_wave = _IN_CLUSTERS if tiles.cluster > 1 else 1.0
-        whole_waves = -(-alone // blocks_at_a_time(tiles)) * slices * slice_time * of_wave
-        blocks = shared * tiles.cluster
-        if tiles.splits > 1:  # all run at once: see fits
-            return whole_waves + max(blocks / _CLUSTERED_BLOCKS, 1.0) * part
-        return whole_waves + -(-blocks // blocks_at_a_time(tiles)) * part
-
     def fits(tiles: GemmTiles) -> bool:
         if tiles.tail_splits > 1:
             return tiles.tail_splits <= slices and tiles_alone(m, n, tiles) > 0
@@ -296,7 +332,22 @@ def choose_tiles(m: int, n: int, k: int, choices: tuple[GemmTiles, ...]) -> Gemm
             most = 2 * HOPPER_BLOCKS  # two to an SM
         return m <= FEW_ROWS and tiles.splits <= slices and blocks <= most
 
-    return min(filter(fits, choices), key=time)
+    return min(filter(fits, choices), key=lambda tiles: _time(m, n, k, tiles))
+
+
+def _time(m: int, n: int | tuple[int, ...], k: int, tiles: GemmTiles) -> float:
+    """Return the modelled time of a product, in units of a slice's 4096 pairs."""
+    slices, alone = _slices(k), tiles_alone(m, n, tiles)
+    shared = tile_count(m, n, tiles) - alone
+    products = tiles.block_m * tiles.block_n / 4096
+    slice_time = max(products, (tiles.block_m + tiles.block_n) / _L2_BYTES)
+    part = -(-slices // tiles.cluster) * slice_time + _MEETING
+    of_wave = _IN_CLUSTERS if tiles.cluster > 1 else 1.0
+    whole_waves = -(-alone // blocks_at_a_time(tiles)) * slices * slice_time * of_wave
+    blocks = shared * tiles.cluster
+    if tiles.splits > 1:  # all run at once: see fits of choose_tiles
+        return whole_waves + max(blocks / _CLUSTERED_BLOCKS, 1.0) * part
+    return whole_waves + -(-blocks // blocks_at_a_time(tiles)) * part
 
 
 def on_hopper(m: int, n: int, k: int) -> tuple[str | None, GemmTiles | None]:
@@ -332,9 +383,21 @@ def _slices(k: int) -> int:
     return -(-k // BLOCK_SIZE)
 
 
-def tile_count(m: int, n: int, tiles: GemmTiles) -> int:
-    """Return how many tiles an (m, n) product has."""
-    return -(-m // tiles.block_m) * -(-n // tiles.block_n)
+def tile_count(m: int, n: int | tuple[int, ...], tiles: GemmTiles) -> int:
+    """Return how many tiles an (m, n) product has, or layers of these columns."""
+    return -(-m // tiles.block_m) * (all_columns(n, tiles) // tiles.block_n)
+
+
+def all_columns(n: int | tuple[int, ...], tiles: GemmTiles) -> int:
+    """Return the columns of all tiles beside each other: each layer begins with a tile.
+
+    Examples
+    --------
+    >>> all_columns((300, 256), HOPPER_TILES[0])
+    768
+    """
+    columns = n if isinstance(n, tuple) else (n,)
+    return sum(-(-one // tiles.block_n) for one in columns) * tiles.block_n
 
 
 def blocks_at_a_time(tiles: GemmTiles, blocks: int | None = None) -> int:

@@ -107,6 +107,9 @@
 #ifndef CFG_NEIGHBOURS  // a product whose rows of B come as they lie
 #define CFG_NEIGHBOURS 0
 #endif
+#ifndef CFG_LAYERS  // a product of one weight
+#define CFG_LAYERS 0
+#endif
 #ifndef CFG_NORM  // rows that are normalised before they are quantised
 #define CFG_NORM 0
 #define CFG_WEIGHT 0
@@ -149,6 +152,18 @@
 #define SCORE_ARGUMENTS \
   {                     \
   }
+#endif
+
+// Parameters of a product of several layers alone, and how they reach its code
+// (linear/sm90/gemm_layers.cuh).
+#if CFG_LAYERS
+#define WEIGHT_PARAMETERS                                                                  \
+  , const __grid_constant__ LayersParams layers, const __grid_constant__ TensorMap B1_map, \
+      const __grid_constant__ TensorMap B2_map, const __grid_constant__ TensorMap B3_map
+#define WEIGHT_ARGUMENTS {layers, B_map, B1_map, B2_map, B3_map}
+#else
+#define WEIGHT_PARAMETERS
+#define WEIGHT_ARGUMENTS {B_map}
 #endif
 
 // A parameter of a kernel of gradients whose bias the copy engine brings.
@@ -255,6 +270,7 @@ constexpr bool GLU = CFG_GLU != 0;         // B has two halves of rows: activati
 constexpr bool GATE_LAST = CFG_GATE_LAST;  // G is the second
 constexpr bool STRADDLES = CFG_GLU == 2;   // and a tile of the second may meet two blocks of scales
 constexpr bool NEIGHBOURS = CFG_NEIGHBOURS;  // rows of B come so that a lane has 8 columns of C
+constexpr bool LAYERS = CFG_LAYERS;          // several weights, of layers that multiply the same A
 constexpr int HALVES = GLU ? 2 : 1;
 constexpr int TILE_N = BLOCK_N / HALVES;  // columns of C per thread block, where B has BLOCK_N rows
 

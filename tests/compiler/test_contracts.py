@@ -421,6 +421,11 @@ BROKEN = [
         "linear/sm90/gemm_int8_channel.cu", {"NEIGHBOURS": 1, "VEC": 4},
         "NEIGHBOURS are stored 16 bytes at a time",
     ),
+    ("linear/sm90/gemm_int8_channel.cu", {"LAYERS": 1, "GLU": 1}, "LAYERS of a launch have nei"),
+    (
+        "linear/sm90/gemm_int8_channel.cu", {"LAYERS": 1, "RESIDUAL": 1},
+        "LAYERS of a launch have neither a gated linear unit nor a sum",
+    ),
     (
         "linear/sm90/gemm_int8_channel.cu",
         {"TAIL_SPLITS": 2},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cupyattn as ca
-from experiments.speed import gemm
+from experiments.speed import gemm, gemm_layers
 
 
 def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +31,22 @@ def test_products_run_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_only_products_with_a_shared_last_wave_are_timed_without_one() -> None:
     shared = {s.label for s in gemm.SIZES if s.m > 64 and gemm.ways_of_the_last_wave(s)}
     assert "Flux, attention" in shared and "Kandinsky 5 Pro, attention" not in shared
+
+
+def test_layers_of_the_same_codes_run_in_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "layers.json"
+    assert gemm_layers.main(["--quick", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["m"], row["ok"], row["taken"]) for row in rows] == [
+        (40, True, True), (9, True, True)
+    ]  # fmt: skip
+    assert gemm_layers.main(["--quick", "--only", "layer"]) == 2
+    # Bits that are not the mirror's fail the run.
+    made = gemm_layers.gemm_mirror
+    monkeypatch.setattr(gemm_layers, "gemm_mirror", lambda *x, **more: made(*x, **more) + 1)
+    assert gemm_layers.main(["--quick", "--only", "text"]) == 1
 
 
 @pytest.mark.parametrize("name", ["act_quant", "weight_quant", "weight_dequant"])

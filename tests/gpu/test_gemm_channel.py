@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,15 +11,20 @@ import pytest
 import cupyattn as ca
 from cupyattn.arrays.kinds import STORAGE, as_float64
 from cupyattn.ops.act_quant import ACT_QUANT, ActQuantSettings
+from cupyattn.ops.gemm import GEMM, GemmSettings, plan_together, settle_together
+from cupyattn.ops.operation import problem_of
 from cupyattn.ops.operation import run as run_call
+from cupyattn.plans.gemm import buffer_of
 from cupyattn.problem.gemm_form import HOPPER_TILES, PORTABLE_TILES
 from cupyattn.quant.blocks import BLOCK_SIZE
 from cupyattn.reference.gemm import activate
-from tests.gpu.support import arch_of, on_device
+from cupyattn.runtime.ready import run as run_plan
+from tests.gpu.support import arch_of, cupy, on_device
 from tests.gpu.test_gemm import FORMS, run
 from tests.quant.gemm_cases import Product, product
 from tests.quant.quant_inputs import operand
 from tests.quant.test_gemm_channel import activations, by_channel
+from tests.quant.test_gemm_layers import layers_of
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -137,3 +144,67 @@ def test_a_product_that_is_added_to_another(form: str, strategy: str) -> None:
             if not activation and strategy == "channel":
                 assert c.tobytes() == p.mirror().tobytes()
         assert moved["residual"].get().tobytes() == p.residual.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(4608, (3072, 3072, 3072), 3072), (512, (3072, 1024), 3072), (333, (2432,) * 3, 2432),
+     (1000, (96, 40, 3200, 8), 1104)],
+)  # fmt: skip
+def test_layers_of_one_launch_have_the_bits_of_separate_calls(m, n, k) -> None:
+    """Twenty times, into rows of joint arrays; the second layer has no bias."""
+    arch_of("gemm@sm90")
+    products = layers_of(3, m, n, k, out_dtype="bfloat16")
+    expected = [p.mirror() for p in products]
+    joint = [
+        cupy.full((m + 7, len(p.b)), 0x7FC0, np.uint16).view(ml_dtypes.bfloat16) for p in products
+    ]
+    results = [x[5 : 5 + m] for x in joint]
+    a, a_scales = on_device(products[0].a, products[0].a_scales)
+    codes = {"a": a, "a_scales": a_scales}
+    settings = GemmSettings("bfloat16", "", None, "sm_90a", "cuda")
+    problems, buffers = [], dict(codes)
+    for i, (p, c) in enumerate(zip(products, results, strict=True)):
+        own = {"b": p.b, "b_scales": p.b_scales} | ({} if p.bias is None else {"bias": p.bias})
+        moved = dict(zip(own, on_device(*own.values()), strict=True)) | {"c": c}
+        problems.append(problem_of(GEMM, settings, codes | moved))
+        buffers |= {buffer_of(name, i): x for name, x in moved.items()}
+    kernel = settle_together(problems)
+    assert kernel is not None and kernel.tiles in HOPPER_TILES
+    plan = plan_together(kernel, problems)
+    for _ in range(20):
+        for c in results:
+            c.view(np.uint16)[...] = 0x7FC0
+        run_plan(plan, buffers, "sm_90a")
+        for c, wanted in zip(results, expected, strict=True):
+            assert c.get().tobytes() == wanted.tobytes()
+    for x in joint:  # the other rows stay
+        around = np.concatenate([x.view(np.uint16)[:5].get(), x.view(np.uint16)[5 + m :].get()])
+        assert (around == 0x7FC0).all()
+
+
+def test_layers_of_torch_in_one_call() -> None:
+    """An operator of several layers, behind a norm too: launches, a first and repeated calls."""
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import Int8Linear, linear_parts
+
+    torch.manual_seed(0)
+    linears = [torch.nn.Linear(512, out, bias=out != 96, dtype=torch.bfloat16)
+               for out in (304, 96, 640)]  # fmt: skip
+    host = [Int8Linear.from_linear(one, strategy="channel", backend="mirror") for one in linears]
+    x = torch.randn(1, 400, 512, dtype=torch.bfloat16)
+
+    def call(layers: Any, x: Any, backend: Any) -> Any:
+        given = linear_parts.NormedLayers(
+            x, None, None, None, None, "layer", 1e-6, "", None, [y.weight_codes for y in layers],
+            [y.weight_scale for y in layers], [y.bias for y in layers], None, None, [""] * 3, None,
+            backend,
+        )  # fmt: skip
+        return linear_parts.normed_layers(*given)
+
+    with torch.no_grad():
+        expected = call(host, x, "mirror")
+        device = [one.cuda() for one in host]
+        for _ in range(3):
+            for y, wanted in zip(call(device, x.cuda(), None), expected, strict=True):
+                assert torch.equal(y.cpu(), wanted)

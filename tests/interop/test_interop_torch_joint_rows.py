@@ -33,11 +33,15 @@ INTO, CAT = "cupyattn.int8_normed_layers_into.default", "aten.cat.default"
 class Stream(torch.nn.Module):
     """Q, K and V of one stream, behind a LayerNorm: (batch, tokens, heads, head_dim)."""
 
-    def __init__(self, names: str = "qkv", strategy: str = "channel") -> None:
+    def __init__(
+        self, names: str = "qkv", strategy: str = "channel", backend: str = "mirror", **options: Any
+    ) -> None:
         super().__init__()
         for name in names:
             own = torch.nn.Linear(CHANNELS, CHANNELS, dtype=torch.bfloat16).requires_grad_(False)
-            layer = interop.Int8Linear.from_linear(own, strategy=strategy, backend="mirror")
+            layer = interop.Int8Linear.from_linear(
+                own, strategy=strategy, backend=backend, **options
+            )
             setattr(self, name, layer)
         self.names = names
 

@@ -68,6 +68,14 @@ def test_the_module_that_reads_two_tensors_is_begun(begun: list[Any]) -> None:
     assert ("CFG_PAIRED", 1) in begun[0][0].defines and len(begun) == 2
 
 
+def test_one_module_of_several_layers_is_begun(begun: list[Any]) -> None:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        x, layer = fake((*ROWS, WIDTH), "bfloat16"), [fake((OUT, WIDTH), "int8")]
+        layer.append(fake((OUT, 1), "float32"))
+        precompile.begin(x, [layer] * 3, [""] * 3, None, None)
+    assert ("CFG_LAYERS", 1) in begun[1][0].defines and len(begun) == 2
+
+
 def test_nothing_is_begun_that_is_not_known_or_not_needed(begun: list[Any]) -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         layer = [fake(form, dtype) for form, dtype in FORMS.values()][:3]

@@ -21,6 +21,7 @@ from cupyattn.kernels.features import DTYPES
 from cupyattn.problem.row_preparation import Preparation, Rope
 from cupyattn.reference.exact import attention_exact
 from tests.backward.backward_cases import received, run_backward
+from tests.problem.test_rope import HEAD_DIM, SHAPE_KV, SHAPE_Q, SIZES
 from tests.support import runs
 from tests.support.runs import (
     PORTABLE,
@@ -32,9 +33,6 @@ from tests.support.runs import (
     widened,
 )
 
-LEN_Q, LEN_KV, HEAD_DIM = 37, 50, 16
-SHAPE_Q, SHAPE_KV = (1, 2, LEN_Q, HEAD_DIM), (1, 1, LEN_KV, HEAD_DIM)
-SIZES = LEN_Q, LEN_KV, HEAD_DIM
 TABLES = column_tables(90, HEAD_DIM)
 WEIGHTS = np.linspace(0.5, 2, HEAD_DIM, dtype=np.float32), np.ones(HEAD_DIM, np.float32)
 

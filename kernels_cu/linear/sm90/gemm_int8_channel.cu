@@ -5,7 +5,7 @@
 // Differs from the portable form: the tile is 128 x 256, of which a warpgroup holds 64 rows in
 //              int32. A block computes one tile after another, and slices of the next tile arrive
 //              during the store. With TAIL_SPLITS, clusters share the tiles of the last wave; a
-//              shared tile is the last of its blocks.
+//              shared tile is the last of its blocks. With LAYERS, tiles belong to several B.
 //              (diff ../gemm_int8_channel.cu gemm_int8_channel.cu)
 // Counts       A slice of 128 x 256, in clocks of an SM: products 1024, shared memory 1024, of
 //              which wgmma reads 5/8. L2 cache: 48 bytes a clock. A store takes as long as three
@@ -18,6 +18,7 @@
 #include "prims/config.cuh"
 #include "prims/codes/gemm_channel.cuh"
 #include "linear/sm90/gemm_block.cuh"
+#include "linear/sm90/gemm_layers.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/tma.cuh"
 #include "prims/instructions/warp.cuh"
@@ -46,15 +47,18 @@ static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP,
     "NUM_WARPS must be 4 for every 64 rows of BLOCK_M and 4 that copy");
 static_assert(
+    !LAYERS || !(GLU || RESIDUAL), "LAYERS of a launch have neither a gated linear unit nor a sum");
+static_assert(
     CLUSTER == 1 || sizeof(Partial) <= NUM_STAGES * (BLOCK_M + BLOCK_N) * SLICE,
     "NUM_STAGES of slices must have room for a tile in int32, where blocks share one");
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void gemm_int8_channel(
     const __grid_constant__ GemmParams p, const __grid_constant__ TensorMap A_map,
-    const __grid_constant__ TensorMap B_map) {
+    const __grid_constant__ TensorMap B_map WEIGHT_PARAMETERS) {
   extern __shared__ unsigned char shared_bytes[];
   auto& smem = aligned_storage<SharedStorage>(shared_bytes);
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const Weights<LAYERS> weights WEIGHT_ARGUMENTS;
 
   init_ring(smem.full, smem.empty);
   RingPosition<NUM_STAGES> at;
@@ -63,8 +67,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
     if (threadIdx.x >= WARP_SIZE || !elect_sync()) return;
     auto begin = [&](int stage, const Part& part, int step) {  // with the slice of B
       mbarrier_arrive_expect_tx(smem.full[stage], sizeof(smem.A[0]) + sizeof(smem.B[0]));
-      copy_B(
-          p, smem.B[stage], B_map, smem.full[stage], (part.first + step) * SLICE,
+      weights.copy_B(
+          p, smem.B[stage], smem.full[stage], (part.first + step) * SLICE,
           gemm_tile(p, part.tile).n0);
     };
     const Part first = part_of(p, blockIdx.x);
@@ -99,7 +103,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
 
   for (int index = blockIdx.x; index < num_parts(p); index += gridDim.x) {
     const Part part = part_of(p, index);
-    const GemmTile tile = gemm_tile(p, part.tile);
+    GemmTile tile = gemm_tile(p, part.tile);
     const int row0 = tile.m0 + warp_row + g;
     int32_t dot[BLOCK_N / 2];  // [BLOCK_N / 8][4]
     RingPosition<NUM_STAGES> last;
@@ -117,13 +121,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
       if (step > 0 && lane_id() == 0) mbarrier_arrive(smem.empty[last.stage]);
       last = at;
     }
+    const auto& own = weights.params(p, tile.n0);  // of this tile's layer
     // Scales and bias come before they are needed: these while the last products are made.
     constexpr int TILES = 4;  // of 16 x 8, that store_sums stores at once
-    const float A_scale[2] = {row_scale(p, row0), row_scale(p, row0 + 8)};
+    const float A_scale[2] = {row_scale(own, row0), row_scale(own, row0 + 8)};
     ColumnPairs<TILES> B_scale[2], bias[2];  // of the tiles that are stored, and of the next
     auto load_columns = [&](int n) {
-      load_column_scales<TILES>(p, tile.n0, n, B_scale[n / TILES % 2]);
-      load_bias<TILES>(p, tile.n0, n, bias[n / TILES % 2]);
+      load_column_scales<TILES>(own, tile.n0, n, B_scale[n / TILES % 2]);
+      load_bias<TILES>(own, tile.n0, n, bias[n / TILES % 2]);
     };
     load_columns(0);
     wgmma_wait_group<0>();
@@ -143,13 +148,13 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
           [&](int f, const Vec<int32_t, 4>(&sums)[AT_ONCE]) {
             constexpr int MERGED = merged_tiles(AT_ONCE);
             ColumnPairs<MERGED> B_scale, bias;
-            load_column_scales<MERGED>(p, tile.n0, f / HALVES, B_scale);
-            load_bias<MERGED>(p, tile.n0, f / HALVES, bias);
+            load_column_scales<MERGED>(own, tile.n0, f / HALVES, B_scale);
+            load_bias<MERGED>(own, tile.n0, f / HALVES, bias);
 #pragma unroll
             for (int h = 0; h < 2; ++h)
               if (has_rows<AT_ONCE>(f, h))
                 store_sums<MERGED>(
-                    p, row0 + h * 8, tile.n0, f / HALVES, A_scale[h], B_scale, bias,
+                    own, row0 + h * 8, tile.n0, f / HALVES, A_scale[h], B_scale, bias,
                     [&](int n, int j) { return merged_sum(sums, h, n, j); });
           });
       // NOTE: there is no next part, whose slices would arrive where the Partial is. The barrier
@@ -162,7 +167,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) CLUSTER_OF_SPLITS void g
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         store_sums<TILES>(
-            p, row0 + h * 8, tile.n0, n, A_scale[h], B_scale[n / TILES % 2], bias[n / TILES % 2],
+            own, row0 + h * 8, tile.n0, n, A_scale[h], B_scale[n / TILES % 2], bias[n / TILES % 2],
             [&](int i, int j) {
               const int e = 2 * h + j;
               if constexpr (GLU) {

@@ -178,6 +178,11 @@ template <int TILES>
 __device__ __forceinline__ void load_bias(
     const GemmParams& p, int n0, int first, ColumnPairs<TILES>& bias) {
   if constexpr (BIAS) {
+    if (LAYERS && p.bias == nullptr) {  // this layer has none, and x + -0 is x
+#pragma unroll
+      for (int i = 0; i < TILES; ++i) bias[0][i] = {{-0.0f, -0.0f}};
+      return;
+    }
     const bias_t* rows[HALVES];
 #pragma unroll
     for (int half = 0; half < HALVES; ++half)
