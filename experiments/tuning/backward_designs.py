@@ -53,7 +53,7 @@ BUFFERS = ("d_out", "q", "k", "v", "o", "lse")
 #: Sources without a patch: the form that calls take, and past head_dim 128 the pair that adds in
 #: turn, and seven products in two kernels.
 TAKEN, TURNS, TWO_KERNELS = "taken", "turns", "two_kernels"
-#: Calls whose bits are compared with those of the first call, of a form that repeats them.
+#: Number of calls whose bits must equal the bits of a first call, if the form repeats them.
 REPEATS = 10
 
 

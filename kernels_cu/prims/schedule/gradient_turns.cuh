@@ -121,8 +121,8 @@ __device__ __forceinline__ void pass_turns(
   }
 }
 
-// Adds a warpgroup's part of dQ, from sums `tile` of the rows: this lane's rows are `row` and
-// row + 8, its columns begin at `col`.
+// Adds a warpgroup's part of dQ to sums `tile` of the rows. This lane's rows are `row` and row + 8,
+// its columns begin at `col`.
 __device__ __forceinline__ void add_in_turn(
     const TurnAt& turn, float (&dQ_acc)[QUERY_SUMS], int tile, int row, int col, int64_t stride,
     float scale) {
