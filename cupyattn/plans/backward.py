@@ -191,7 +191,8 @@ def plan_backward(
         workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
     else:  # the first block of keys writes sums, the last one stores dQ
         workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
-        for name, shape in (("turns", (lists, rows // SUM_ROWS)), ("next_block", (1,))):
+        counters = rows // SUM_ROWS * (2 if kernel.paired else 1)  # of each block of a pair
+        for name, shape in (("turns", (lists, counters)), ("next_block", (1,))):
             workspace.append(Workspace(name, shape, "int32", zeros=True))
     note = kernel.note
     if at.dbias is not None:

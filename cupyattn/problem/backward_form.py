@@ -37,8 +37,8 @@ class BackwardKernel:
     form : str
         In ``"atomic"``, blocks of keys add up dQ in float32 in memory. ``"deterministic"`` has a
         separate kernel for dQ, with the same bits on every run. ``"sm90_atomic"`` and
-        ``"sm90_deterministic"`` are the Hopper forms. Up to head_dim 128, the latter adds up dQ in
-        one order. Past it, the former runs in pairs of blocks.
+        ``"sm90_deterministic"`` are the Hopper forms. The latter adds up dQ in one order. Past
+        head_dim 128, blocks run in pairs, except in calls of `NO_DQ`.
     dq : int
         How ``backward_keys.cu`` computes dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
     keys_tiles, queries_tiles : Tiles
@@ -62,9 +62,7 @@ class BackwardKernel:
     @property
     def paired(self) -> bool:
         """Whether two blocks of a cluster share the keys of `keys_tiles`."""
-        return self.on_hopper and self.keys_tiles == known.PAIR_TILES and self.dq == SUMS_DQ and (
-            self.call.head_dim > SUMMED
-        )
+        return self.on_hopper and self.dq != NO_DQ and self.call.head_dim > SUMMED
 
 
 def check_backward_shapes(
@@ -144,16 +142,14 @@ def settle_backward(
         if not note:
             form, dq = _hopper_form(call, deterministic)
             tiles = (hopper_backward_tiles(call.head_dim),) * 2
-            if call.head_dim > SUMMED and dq == SUMS_DQ:
+            if call.head_dim > SUMMED and dq != NO_DQ:
                 tiles = (known.PAIR_TILES,) * 2
     return BackwardKernel(call, form, dq, *tiles, note)
 
 
 def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, int]:
-    if call.head_dim > SUMMED:
-        if deterministic or not pairs_take(call):
-            return "sm90_deterministic", NO_DQ
-        return "sm90_atomic", SUMS_DQ
+    if call.head_dim > SUMMED and not pairs_take(call):
+        return "sm90_deterministic", NO_DQ
     if deterministic or (deterministic is None and order_is_faster(call)):
         return "sm90_deterministic", SUMS_DQ_IN_ORDER
     return "sm90_atomic", SUMS_DQ
@@ -167,7 +163,7 @@ def pairs_take(call: AttentionSpec) -> bool:
 
 def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
-    if call.causal and call.heads != call.heads_kv:
+    if call.head_dim > SUMMED or (call.causal and call.heads != call.heads_kv):
         return False
     length = call.len_kv // 2 if call.causal else call.len_kv
     return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS

@@ -36,6 +36,7 @@ from cupyattn.kernels import backward_tiles
 from cupyattn.measure import device, timing, words
 from cupyattn.ops.backward import BACKWARD, resolved_backward
 from cupyattn.ops.operation import make_ready
+from cupyattn.problem import backward_form
 from experiments._harness import joules, patches, recording
 from experiments._harness.cells import Problem
 from experiments._harness.others import format_comparison
@@ -49,8 +50,11 @@ HEADS = {128: 40, 256: 16}
 CELLS = ("256:16384", "256:4096", "256:16384c", "128:16384", "128:8192c")
 #: Buffers of what a backward pass is given, in its order.
 BUFFERS = ("d_out", "q", "k", "v", "o", "lse")
-#: Sources without a patch: the form that calls take, and past head_dim 128 seven products in two.
-TAKEN, TWO_KERNELS = "taken", "two_kernels"
+#: Sources without a patch: the form that calls take, and past head_dim 128 the pair that adds in
+#: turn, and seven products in two kernels.
+TAKEN, TURNS, TWO_KERNELS = "taken", "turns", "two_kernels"
+#: Number of calls whose bits must equal the bits of a first call, if the form repeats them.
+REPEATS = 10
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Design:
 
     def takes(self, head_dim: int) -> bool:
         """Whether calls of a head_dim run it."""
-        wide = self.paired or self.name == TWO_KERNELS
+        wide = self.paired or self.name in (TURNS, TWO_KERNELS)
         return self.name == TAKEN or wide == (head_dim > backward_tiles.SUMMED)
 
     @contextlib.contextmanager
@@ -98,13 +102,25 @@ class Design:
         if not sources.exists():
             shutil.copytree(compiler.KERNELS, sources)
             patches.apply(self.name, self.hunks, sources)
-        with kernels_in(sources):
+        pairs = without_pairs() if self.name == TWO_KERNELS else contextlib.nullcontext()
+        with kernels_in(sources), pairs:
             yield
+
+
+@contextlib.contextmanager
+def without_pairs() -> Iterator[None]:
+    """Let calls past head_dim 128 run in no pairs of blocks."""
+    takes = backward_form.pairs_take
+    backward_form.pairs_take = lambda call: False
+    try:
+        yield
+    finally:
+        backward_form.pairs_take = takes
 
 
 def designs(names: Sequence[str] = ()) -> list[Design]:
     """Return the form that is taken, and the designs of these names, by default all."""
-    found = [Design(TWO_KERNELS, deterministic=True)]
+    found = [Design(name, deterministic=True) for name in (TURNS, TWO_KERNELS)]
     found += [Design.read(path) for path in sorted(FOLDER.glob("*.patch"))]
     unknown = set(names) - {one.name for one in found}
     if unknown:
@@ -163,6 +179,16 @@ def judged(problem: Problem, found: Mapping[str, Any], arrays: Mapping[str, Any]
     return {"j2": row["j2"], "alike": alike, "ok": row["ok"] and alike}
 
 
+def repeats(call: Callable[[], Mapping[str, Any]]) -> bool:
+    """Return whether gradients have the same bits in every call."""
+    first = [x.copy() for x in call().values()]
+    for _ in range(REPEATS):
+        both = zip(first, call().values(), strict=True)
+        if any((x.view("uint16") != y.view("uint16")).any() for x, y in both):
+            return False
+    return True
+
+
 def measure(problem: Problem, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Judge every design on one problem, and on a device time all of them."""
     arrays = received(problem, on_device=not args.quick)
@@ -181,6 +207,9 @@ def measure(problem: Problem, args: argparse.Namespace, folder: Path) -> dict[st
             calls[one.name] = repeated(call)
             found = call()
         row |= judged(problem, found, arrays) if one.right else {}
+        if one.right and one.deterministic and not args.quick:
+            row["repeats"] = repeats(call)
+            row["ok"] &= row["repeats"]
         rows.append(row)
     content = {"problem": vars(problem) | {"name": problem.name}, "rows": rows}
     return content if args.quick else content | timed(problem, rows, calls, args)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.pairs import SIZES
+from tests.gpu.pairs import CALLS, SIZES
 from tests.gpu.test_backward import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -16,9 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("mask", ["causal", "none"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_are_within_their_bound(dtype: str, mask: str) -> None:
-    options_of("sm90_atomic")  # skips devices without the form
-    program = sys.executable, "-m", "tests.gpu.pairs", dtype, mask
+@pytest.mark.parametrize("form", CALLS)
+def test_gradients_are_within_their_bound(form: str, dtype: str, mask: str) -> None:
+    """Bits of dK and dV repeat, and of dQ if pairs add in turn."""
+    options_of(form)  # skips devices without the form
+    program = sys.executable, "-m", "tests.gpu.pairs", form, dtype, mask
     result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     assert result.stdout.count("within") == len(SIZES)

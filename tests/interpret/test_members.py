@@ -102,7 +102,8 @@ EXPECTED = {
         "dS": "float16", "P": "float32", "row_M": "float32", "delta": "float32", "coarse": "int32",
         "KV_full": "uint64", "Q_full": "uint64", "Q_empty": "uint64", "dO_full": "uint64",
         "dO_empty": "uint64", "P_full": "uint64", "P_empty": "uint64", "dS_full": "uint64",
-        "dS_empty": "uint64",
+        "dS_empty": "uint64", "turn": "uint64", "added": "uint64", "passed": "uint64",
+        "turn_at": "uint8", "index": "int32",
     },
     "backward/sm90/backward_queries_wide.cu": {
         "Q": "float16", "dO": "float16", "K": "float16", "V": "float16", "Q_full": "uint64",

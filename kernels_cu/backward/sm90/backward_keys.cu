@@ -19,8 +19,8 @@
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/config.cuh"
-#include "prims/schedule/counter.cuh"
 #include "prims/io/gradient_sm90.cuh"
+#include "prims/schedule/gradient_turns.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/params.cuh"
 #include "prims/score/gradient_bias.cuh"
@@ -33,19 +33,11 @@
 constexpr int CONSUMERS = 2;  // warpgroups that compute, 64 keys each
 constexpr int CONSUMER_THREADS = CONSUMERS * WARPGROUP;
 constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
-constexpr int64_t L2_SHARE = 32 << 20;       // bytes of rows and sums that stay in the L2 cache
 // P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then; of more
 // columns they spill otherwise, as do scores with a bias.
 constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
-
-struct TurnAt {      // the rows of dQ of a step
-  float* sums;       // [2, QUERY_SUMS_TILE], of one half and the other
-  elem_t* dQ;        // [rows, HEAD_DIM]
-  int rows;          // number of rows
-  bool first, last;  // whether this block adds to them first, or last
-};
 
 struct SharedStorage {
   alignas(1024) elem_t K[BOXES][BLOCK_KV * BOX_COLS];
@@ -242,51 +234,6 @@ __device__ __forceinline__ void store_dS(
   fence_proxy_async();
 }
 
-struct BlockOfKeys {
-  int head;  // key heads of all entries, one entry's after the other
-  int kv0;
-};
-// The `index`th block to begin. The first keys have most causal rows, and come first. With ORDERED
-// the last keys come first, which wait for no block under a causal mask. Heads then run side by
-// side, so that few blocks of one head wait for each other. The L2 cache limits how many: Q, dO and
-// the sums of dQ take 8 bytes per element.
-__device__ __forceinline__ BlockOfKeys block_of_keys(int index, int kv_blocks, int len_q) {
-  if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV};
-  const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
-  const int first = index / (at_once * kv_blocks) * at_once;
-  const int heads = min(at_once, int(gridDim.x) / kv_blocks - first);
-  const int within = index - first * kv_blocks;
-  return {first + within % heads, (kv_blocks - 1 - within / heads) * BLOCK_KV};
-}
-
-// The counter of blocks that have added to dQ of the rows from q0 on.
-__device__ __forceinline__ int32_t* turns_of(
-    const AttnParams& call, const BackwardParams& grad, int64_t batch, int64_t head, int q0) {
-  return grad.turns + (padded_row(call, grad, batch, head) + q0) / 64;
-}
-
-// Number of blocks of keys behind the block at kv0 that also step over the rows from q0 on.
-__device__ __forceinline__ int blocks_behind(
-    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
-  const int end = kv_end(p, q0, BLOCK_Q);
-  if constexpr (BLOCK_MASK) {
-    const KeptKeys keys(p, batch, head, q0, kv0 + 2 * BLOCK_KV - 1, end);
-    return (keys.end - keys.begin) / BLOCK_KV;
-  }
-  return ceil_div(end, BLOCK_KV) - 1 - kv0 / BLOCK_KV;
-}
-
-// Whether no block of keys before that block steps over them.
-__device__ __forceinline__ bool is_last_turn(
-    const AttnParams& p, int64_t batch, int head, int q0, int kv0) {
-  const int begin = kv_begin(p, q0);
-  if constexpr (BLOCK_MASK) {
-    const KeptKeys keys(p, batch, head, q0, begin, kv0);
-    return keys.end <= keys.begin;
-  }
-  return kv0 <= begin;
-}
-
 extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     const __grid_constant__ AttnParams call, const __grid_constant__ TensorMap Q_map,
     const __grid_constant__ TensorMap K_map, const __grid_constant__ TensorMap V_map,
@@ -318,7 +265,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
 
   // S0 locate
   const int kv_blocks = ceil_div(call.len_kv, BLOCK_KV);
-  const BlockOfKeys own = block_of_keys(ORDERED ? smem.index : blockIdx.x, kv_blocks, call.len_q);
+  const BlockOfKeys own =
+      block_of_keys(ORDERED ? smem.index : blockIdx.x, gridDim.x, kv_blocks, call.len_q);
   const int kv0 = own.kv0;
   const int64_t batch = own.head / call.heads_kv, head_kv = own.head % call.heads_kv;
   const int entry = VARLEN ? 0 : batch;  // to the copy engine packed sequences are one
@@ -332,33 +280,16 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     const int warp = warp_id();
     if (warp > (ORDERED ? 2 : 0) || !elect_sync()) return;
-    RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+    TurnSteps steps(p, grad, batch, first_head, last_head, kv0, own.reversed);
     if (steps.head >= last_head) return;
-    // ---- behind S5, one thread: after blocks of later keys, lets this block add, ...
+    // ---- behind S5, one thread: after the blocks before, lets this block add, ...
     if (warp == 1) {
-      for (RingPosition<2> at; steps.head < last_head; at.advance()) {
-        const int q0 = steps.q0(), behind = blocks_behind(p, batch, steps.head, q0, kv0);
-        await_count(turns_of(call, grad, batch, steps.head, q0), behind);
-        mbarrier_wait_parity(smem.passed[at.stage], at.parity ^ 1);  // the last turn is over
-        elem_t* dQ = static_cast<elem_t*>(grad.dQ)                   // [len_q, HEAD_DIM]
-                     + batch * grad.dQ_stride.batch + steps.head * grad.dQ_stride.head +
-                     sequences.first_row() * grad.dQ_stride.len;
-        smem.turn_at[at.stage] = {
-            query_sums(call, grad, batch, steps.head, q0, 0), dQ + q0 * grad.dQ_stride.len,
-            p.len_q - q0, behind == 0, is_last_turn(p, batch, steps.head, q0, kv0)};
-        mbarrier_arrive(smem.turn[at.stage]);
-        steps.advance(p, grad, batch, last_head, kv0);
-      }
+      give_turns<1>(smem, call, p, grad, steps, batch, last_head, kv0, sequences.first_row(), 0);
       return;
     }
     // ---- ... and one thread: after this block, lets the next block add
     if (warp == 2) {
-      for (RingPosition<2> at; steps.head < last_head; at.advance()) {
-        mbarrier_wait_parity(smem.added[at.stage], at.parity);  // all warps have added
-        red_release_add(turns_of(call, grad, batch, steps.head, steps.q0()), 1);
-        mbarrier_arrive(smem.passed[at.stage]);
-        steps.advance(p, grad, batch, last_head, kv0);
-      }
+      pass_turns<1>(smem, call, p, grad, steps, batch, last_head, kv0, 0);
       return;
     }
     // ---- the producer, one thread: S1 and S2
@@ -421,33 +352,21 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   float* dQ_sum;  // [QUERY_SUMS / 4, WARPGROUP, 4], destination; not ORDERED
   RingPosition<NUM_STAGES> at;
   RingPosition<2> dS_at, dQ_at;  // dS of this step, and of the step whose dQ is next
-  RowSteps steps(p, grad, batch, first_head, last_head, kv0);
+  TurnSteps steps(p, grad, batch, first_head, last_head, kv0, own.reversed);
 
   // S5 dQ, of the step before
   const auto start_dQ = [&] {
     mbarrier_wait_parity(smem.dS_full[dQ_at.stage], dQ_at.parity);  // dS of all keys is there
     start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), K_columns);
   };
-  const auto add_in_turn = [&](const TurnAt& turn) {
-    float* sums = turn.sums + half * QUERY_SUMS_TILE;  // [QUERY_SUMS / 4, WARPGROUP, 4]
-    if (!turn.last) {
-      if (turn.first)
-        store_query_sums(sums, dQ_acc);
-      else
-        add_query_sums(sums, dQ_acc);  // R12
-      return;
-    }
-    if (!turn.first) gather_query_sums(dQ_acc, sums);  // R12
-    const int row = Q_half * 64 + warp_id() % 4 * 16 + lane_id() / 4;
-    store_gradient(
-        turn.dQ, grad.dQ_stride.len, row, turn.rows, K_half * 64, dQ_acc, p.scale);  // R12
-  };
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
     if (lane_id() == 0) mbarrier_arrive(smem.dS_empty[dQ_at.stage]);
     if constexpr (ORDERED) {
       mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);  // the blocks before have added
-      add_in_turn(smem.turn_at[dQ_at.stage]);
+      const int row = Q_half * 64 + warp_id() % 4 * 16 + lane_id() / 4;
+      add_in_turn(
+          smem.turn_at[dQ_at.stage], dQ_acc, half, row, K_half * 64, grad.dQ_stride.len, p.scale);
       __syncwarp();  // all lanes have added
       if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
     } else {

@@ -9,13 +9,17 @@
 //              of Q and dO goes to both blocks. No second kernel recomputes S and dP.
 // Data flow    P passes as float32 from the first warpgroup to the second, which stores dS. The
 //              copy engine brings dS to the other block. dQ of a step is multiplied in the next.
-// Kept simple  dO has one stage: it is copied during dK, S and dQ. Blocks add to dQ in any order.
+//              The first warpgroup adds it to memory while S of a further step is multiplied.
+// ORDERED      Pairs add to a tile of dQ in turn, as in sm90/backward_keys.cu. Each block has the
+//              turns of its columns.
+// Kept simple  dO has one stage: it is copied during dK, S and dQ.
 // Rounding     R9 P from the log-sum-exp, P to 16 bits, R10 dP, R11 dS, dS to 16 bits, R12 the
 //              tensor core over query rows, sums of blocks, times scale, store
 // Mirror       cupyattn.gradients.backward_mirror    Bound  cupyattn.gradients.backward_bound
 #include "prims/config.cuh"
 #include "prims/instructions/cluster.cuh"
 #include "prims/io/gradient_sm90.cuh"
+#include "prims/schedule/gradient_turns.cuh"
 #include "prims/params.cuh"
 #include "prims/score/score.cuh"
 #include "prims/instructions/tma.cuh"
@@ -52,6 +56,11 @@ struct SharedStorage {
   // dS of a step, of all keys of the pair. `empty` counts the warps of both blocks: they have
   // multiplied what this block stored, and the copy of it has ended.
   Mbarrier dS_full[2], dS_empty[2];
+  // ORDERED, as in sm90/backward_keys.cu: dQ of a step may be added; it has been; the next pair may
+  // add. Each block has the turns of its columns.
+  Mbarrier turn[2], added[2], passed[2];
+  TurnAt turn_at[2];
+  int32_t index;  // ORDERED: place of the pair in the order of beginning; of block 0
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage) + 1024;  // room to align the base
 constexpr int STAGE_BYTES = sizeof(SharedStorage::Q[0]);              // of Q, and of dO
@@ -65,7 +74,7 @@ static_assert(HEAD_DIM > 128, "HEAD_DIM must be more than 128: sm90/backward_key
 static_assert(
     !MASK && !SOFTCAP && !BIAS && !BLOCK_MASK && !VARLEN,
     "the pair takes no mask, softcap, bias, block mask or packed sequences");
-static_assert(SUMS_DQ && !ORDERED, "CFG_DQ must be 1: the blocks add up dQ in any order");
+static_assert(SUMS_DQ, "CFG_DQ must be 1 or 2: the blocks add up dQ");
 static_assert(
     NUM_THREADS == WARPGROUP + CONSUMER_WARPS * WARP_SIZE,
     "NUM_WARPS must be 8 that compute and 4 that copy");
@@ -155,17 +164,7 @@ extern "C" __global__ __cluster_dims__(PAIR)
   auto& smem =
       *reinterpret_cast<SharedStorage*>(shared_bytes + (-shared_address(shared_bytes) & 1023));
   const int warpgroup = uniform(threadIdx.x / WARPGROUP);
-
-  // S0 locate
-  const AttnParams& p = call;
   const int rank = blockIdx.x % PAIR, other = rank ^ 1;
-  const int kv_pairs = ceil_div(p.len_kv, BLOCK_KV), pair = blockIdx.x / PAIR;
-  const int pair_kv0 = pair % kv_pairs * BLOCK_KV;  // the first keys have most causal rows
-  const int kv0 = pair_kv0 + rank * BLOCK_KEYS;
-  const int64_t batch_head = pair / kv_pairs;
-  const int64_t batch = batch_head / p.heads_kv, head_kv = batch_head % p.heads_kv;
-  const int group = p.heads / p.heads_kv;
-  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
 
   if (threadIdx.x == 0) {
     mbarrier_init(smem.KV_full, 1);
@@ -180,16 +179,44 @@ extern "C" __global__ __cluster_dims__(PAIR)
     for (int s = 0; s < 2; ++s) {
       mbarrier_init(smem.dS_full[s], 4);
       mbarrier_init(smem.dS_empty[s], PAIR * CONSUMER_WARPS);
+      mbarrier_init(smem.turn[s], 1);
+      mbarrier_init(smem.added[s], CONSUMER_WARPS);
+      mbarrier_init(smem.passed[s], 1);
     }
     fence_mbarrier_init();
+    if (ORDERED && rank == 0) smem.index = atomicAdd(grad.next_block, 1);
   }
-  cluster_sync();  // the barriers of both blocks are initialised before anyone waits or arrives
+  // The barriers of both blocks are initialised before anyone waits or arrives; index is there.
+  cluster_sync();
+
+  // S0 locate
+  const AttnParams& p = call;
+  const int kv_pairs = ceil_div(p.len_kv, BLOCK_KV);
+  const int index = ORDERED ? uniform(load_from_block(smem.index, 0)) : int(blockIdx.x / PAIR);
+  if (ORDERED) __syncthreads();  // all have read, for whom the consumers arrive at the end
+  const BlockOfKeys own = block_of_keys(index, gridDim.x / PAIR, kv_pairs, p.len_q);
+  const int pair_kv0 = own.kv0, kv0 = pair_kv0 + rank * BLOCK_KEYS;
+  const int64_t batch = own.head / p.heads_kv, head_kv = own.head % p.heads_kv;
+  const int group = p.heads / p.heads_kv;
+  const int first_head = head_kv * group, last_head = first_head + group;  // of the query heads
 
   // NOTE: the steps of the pair's keys, so that both blocks step over the same rows.
-  RowSteps steps(p, grad, batch, first_head, last_head, pair_kv0);
-  if (warpgroup == 0) {  // ---- the producer, one thread: S1 and S2
+  TurnSteps steps(p, grad, batch, first_head, last_head, pair_kv0, own.reversed);
+  if (warpgroup == 0) {
     setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (threadIdx.x >= WARP_SIZE || !elect_sync() || steps.head >= last_head) return;
+    const int warp = warp_id();
+    if (warp > (ORDERED ? 2 : 0) || !elect_sync() || steps.head >= last_head) return;
+    // ---- behind S5, one thread: after the pairs before, lets this block add, ...
+    if (warp == 1) {
+      give_turns<PAIR>(smem, call, p, grad, steps, batch, last_head, pair_kv0, 0, rank);
+      return;
+    }
+    // ---- ... and one thread: after this block, lets that of the next pair add
+    if (warp == 2) {
+      pass_turns<PAIR>(smem, call, p, grad, steps, batch, last_head, pair_kv0, rank);
+      return;
+    }
+    // ---- the producer, one thread: S1 and S2
     // S1 load K, V, and the columns of the other block's K that dQ needs
     mbarrier_arrive_expect_tx(smem.KV_full, sizeof(smem.K) + sizeof(smem.V) + sizeof(smem.K_other));
     for (int b = 0; b < BOXES; ++b) {
@@ -260,10 +287,21 @@ extern "C" __global__ __cluster_dims__(PAIR)
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
     release_to_both(smem.dS_empty[dQ_at.stage]);
-    dQ_at.advance();
+    if (!ORDERED) dQ_at.advance();  // else the stage is the turn's, too
   };
   const auto add_dQ = [&](float* sums) {
-    if (box < QUERY_SUMS_BOXES) add_query_sums(sums, dQ_acc);  // R12
+    if constexpr (ORDERED) {
+      mbarrier_wait_parity(smem.turn[dQ_at.stage], dQ_at.parity);  // pairs before have added
+      const int row = warp_id() % 4 * 16 + lane_id() / 4;
+      if (box < QUERY_SUMS_BOXES)
+        add_in_turn(
+            smem.turn_at[dQ_at.stage], dQ_acc, box, row, box * 64, grad.dQ_stride.len, p.scale);
+      __syncwarp();  // all lanes have added
+      if (lane_id() == 0) mbarrier_arrive(smem.added[dQ_at.stage]);
+      dQ_at.advance();
+    } else {
+      if (box < QUERY_SUMS_BOXES) add_query_sums(sums, dQ_acc);  // R12
+    }
   };
   const auto sums_of_step = [&] {
     return query_sums(call, grad, batch, steps.head, steps.q0(), box);
@@ -320,9 +358,11 @@ extern "C" __global__ __cluster_dims__(PAIR)
       end_scores();
       wgmma_wait_group<0>();
       end_dV();
+      float* before = nullptr;  // [QUERY_SUMS]
       while (steps.head < last_head) {
         start_scores();
-        float* before = sums;  // [QUERY_SUMS]
+        if (before != nullptr) add_dQ(before);
+        before = sums;
         wgmma_wait_group<0>();
         end_scores();
         start_dQ();
@@ -330,8 +370,8 @@ extern "C" __global__ __cluster_dims__(PAIR)
         end_dV();
         wgmma_wait_group<0>();
         end_dQ();
-        add_dQ(before);
       }
+      if (before != nullptr) add_dQ(before);
       start_dQ();
       wgmma_wait_group<0>();
       end_dQ();

@@ -55,6 +55,14 @@ __device__ __forceinline__ Vec<float, N> load_from_block(const float (&own)[N], 
                  : "memory");
   return x;
 }
+__device__ __forceinline__ int32_t load_from_block(const int32_t& own, int rank) {
+  int32_t x;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];"
+               : "=r"(x)
+               : "r"(address_in_block(&own, rank))
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ Vec<int32_t, 4> load_from_block(const int32_t (&own)[4], int rank) {
   const uint32_t address = address_in_block(&own, rank);
   Vec<int32_t, 4> x;

@@ -145,10 +145,11 @@ __device__ __forceinline__ void store_query_sums(float* sums, const float (&acc)
 }
 
 // Adds the sums in memory to a warpgroup's accumulators.
-__device__ __forceinline__ void gather_query_sums(float (&acc)[QUERY_SUMS], const float* sums) {
+template <int COUNT>
+__device__ __forceinline__ void gather_query_sums(float (&acc)[COUNT], const float* sums) {
   using Access = Vec<float, 4>;
 #pragma unroll
-  for (int n = 0; n < QUERY_SUMS / 4; ++n) {
+  for (int n = 0; n < COUNT / 4; ++n) {
     const Access x = reinterpret_cast<const Access*>(sums)[n * 128 + threadIdx.x % 128];
 #pragma unroll
     for (int i = 0; i < 4; ++i) acc[4 * n + i] += x.v[i];
