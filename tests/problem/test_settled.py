@@ -175,8 +175,8 @@ def test_form_and_tiles_are_chosen_in_one_place() -> None:
 
 
 def test_who_asks_for_form_and_tiles() -> None:
-    """Each of these has one way in: a call, operands beside a rung's name, unfused steps, products
-    and gradients."""
+    """Each of these has one way in: a call, operands beside a rung's name, unfused steps, products,
+    layers of the same codes, and gradients."""
     package = Path(ca.__file__).parent
     found = Counter(
         (node.func.id, path.relative_to(package).as_posix())
@@ -189,6 +189,7 @@ def test_who_asks_for_form_and_tiles() -> None:
         "settle": 2 * ["problem/attention.py"] + ["problem/form.py", "unfused.py"],
         "settle_each": ["problem/attention.py", "testing/parts.py"],
         "settle_gemm": ["ops/gemm.py"],
+        "settle_layers": ["ops/gemm.py"], "settle_together": ["ops/layers.py"],
         "settle_backward": ["gradients/problem.py", "ops/backward.py", "ops/part_sums.py"],
     }  # fmt: skip
     assert found == Counter((name, place) for name, places in wanted.items() for place in places)
