@@ -51,8 +51,10 @@ def test_the_record_says_form_and_tiles_and_the_plan_has_them(
 
 
 def test_form_and_tiles_are_chosen_in_one_place() -> None:
-    """By `settle_gemm`, `settle_layers` and `settle_backward`; mirror and bound of gradients take the
-    record."""
+    """By `settle_gemm`, `settle_layers` and `settle_backward`.
+
+    Mirror and bound of gradients take the record.
+    """
     package = Path(ca.__file__).parent
     choices = {
         "choose_tiles", "on_hopper", "order_is_faster", "backward_support", "_hopper_support",
