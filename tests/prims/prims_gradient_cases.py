@@ -134,7 +134,54 @@ def sums_expected(acc: np.ndarray, memory: np.ndarray, **_: Any) -> dict[str, np
     return {"memory": memory, "loaded": acc + 2 * acc}
 
 
+TURN_HEADS, TURN_BLOCKS, TURN_ROW_TILES = 5, 4, 6
+
+
+def order_arguments() -> Arguments:
+    """Rows of two heads fit in the L2 cache, so that the fifth head is alone."""
+    sizes = {"batch": 1, "heads": 5, "heads_kv": 5, "len_q": 16_384, "len_kv": 512}
+    blocks = TURN_HEADS * TURN_BLOCKS
+    return {
+        "p": pack(ATTN_PARAMS, sizes, {}),
+        "heads": np.full(blocks, -7, np.int32),
+        "keys": np.full(blocks, -7, np.int32),
+        "before": np.full((blocks, TURN_ROW_TILES), -1, np.int32),
+        "last": np.full((blocks, TURN_ROW_TILES), -1, np.int32),
+    }
+
+
+def order_expected(causal: bool, /, before: np.ndarray, **_: Any) -> Results:
+    """Turns counted from the order: heads in pairs, the last keys first but in the last group."""
+    order = []
+    for group in ((0, 1), (2, 3), (4,)):
+        numbers = range(TURN_BLOCKS) if causal and group == (4,) else range(TURN_BLOCKS)[::-1]
+        order += [(head, number) for number in numbers for head in group]
+    adds = np.zeros((len(order), TURN_ROW_TILES), bool)  # causal: the tile has a row at its keys
+    for index, (_, number) in enumerate(order):
+        adds[index] = np.arange(TURN_ROW_TILES) * 64 + 63 >= number * 128 if causal else True
+    heads = np.array([head for head, _ in order], np.int32)
+    earlier = (heads[:, None] == heads) & np.tri(len(order), k=-1, dtype=bool)
+    counts, further = earlier @ adds.astype(int), earlier.T @ adds.astype(int)
+    return {
+        "heads": heads,
+        "keys": np.array([number * 128 for _, number in order], np.int32),
+        "before": np.where(adds, counts, -1).astype(np.int32),
+        "last": np.where(adds, further == 0, -1).astype(np.int32),
+    }
+
+
 GRADIENT_SM90_PRIMS = [
+    *(
+        Prim(
+            f"gradient_turns-{'causal' if causal else 'plain'}", "gradient_turns", "order",
+            TURN_HEADS * TURN_BLOCKS, order_arguments, partial(order_expected, causal), hopper=True,
+            defines=(
+                *defines(Tiles(64, 128, 12, 2), replace(HOPPER, head_dim=128, causal=causal)),
+                ("CFG_DQ", 2),
+            ),
+        )
+        for causal in (False, True)
+    ),
     *(
         Prim(
             f"gradient_sm90-products-{dtype}", "gradient_sm90", "products", 256,
