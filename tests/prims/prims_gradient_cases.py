@@ -134,13 +134,13 @@ def sums_expected(acc: np.ndarray, memory: np.ndarray, **_: Any) -> dict[str, np
     return {"memory": memory, "loaded": acc + 2 * acc}
 
 
-TURN_HEADS, TURN_BLOCKS, TURN_ROW_TILES = 5, 4, 6
+TURN_BLOCKS, TURN_ROW_TILES = 4, 6
 
 
-def order_arguments() -> Arguments:
-    """Rows of two heads fit in the L2 cache, so that the fifth head is alone."""
-    sizes = {"batch": 1, "heads": 5, "heads_kv": 5, "len_q": 16_384, "len_kv": 512}
-    blocks = TURN_HEADS * TURN_BLOCKS
+def order_arguments(heads: int) -> Arguments:
+    """Rows of two heads fit in the L2 cache, so that a fifth head is alone."""
+    sizes = {"batch": 1, "heads": heads, "heads_kv": heads, "len_q": 16_384, "len_kv": 512}
+    blocks = heads * TURN_BLOCKS
     return {
         "p": pack(ATTN_PARAMS, sizes, {}),
         "heads": np.full(blocks, -7, np.int32),
@@ -150,11 +150,13 @@ def order_arguments() -> Arguments:
     }
 
 
-def order_expected(causal: bool, /, before: np.ndarray, **_: Any) -> Results:
+def order_expected(number_of_heads: int, causal: bool, /, **_: Any) -> Results:
     """Turns counted from the order: heads in pairs, the last keys first but in the last group."""
     order = []
-    for group in ((0, 1), (2, 3), (4,)):
-        numbers = range(TURN_BLOCKS) if causal and group == (4,) else range(TURN_BLOCKS)[::-1]
+    for first in range(0, number_of_heads, 2):
+        group = range(first, min(first + 2, number_of_heads))
+        reverses = causal and first + 2 >= number_of_heads
+        numbers = range(TURN_BLOCKS) if reverses else range(TURN_BLOCKS)[::-1]
         order += [(head, number) for number in numbers for head in group]
     adds = np.zeros((len(order), TURN_ROW_TILES), bool)  # causal: the tile has a row at its keys
     for index, (_, number) in enumerate(order):
@@ -173,14 +175,15 @@ def order_expected(causal: bool, /, before: np.ndarray, **_: Any) -> Results:
 GRADIENT_SM90_PRIMS = [
     *(
         Prim(
-            f"gradient_turns-{'causal' if causal else 'plain'}", "gradient_turns", "order",
-            TURN_HEADS * TURN_BLOCKS, order_arguments, partial(order_expected, causal), hopper=True,
+            f"gradient_turns-{'causal' if causal else 'plain'}-{heads}", "gradient_turns", "order",
+            heads * TURN_BLOCKS, partial(order_arguments, heads),
+            partial(order_expected, heads, causal), hopper=True,
             defines=(
                 *defines(Tiles(64, 128, 12, 2), replace(HOPPER, head_dim=128, causal=causal)),
                 ("CFG_DQ", 2),
             ),
         )
-        for causal in (False, True)
+        for causal, heads in ((False, 5), (True, 5), (True, 4))
     ),
     *(
         Prim(
