@@ -211,7 +211,7 @@ def test_layers_of_one_input_get_the_same_factors() -> None:
     config = ca.Int8Config(smooth=True)
     with replace_linear_with_int8(model, config=config, activations=given) as handle:
         q, k, other = (model[name].weight_smooth for name in given)
-        assert q is k and not torch.equal(q, other) and "3 layers are smoothed" in handle.report()
+        assert q is k and not torch.equal(q, other) and "3 layers smoothed" in handle.report()
     config = ca.Int8Config(smooth=True, strategy="channel", rotate=None)
     with replace_linear_with_int8(model, config=config, activations={"q": x}):
         assert model["q"].weight_smooth is not None and model["q"].rotate is None

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupyattn as ca
@@ -326,3 +327,29 @@ def test_functions_that_only_read_take_parameters() -> None:
     assert ca.quant.outlier_columns(x.requires_grad_(), 0.0) == [*range(300)]
     with pytest.raises(TypeError, match="x requires a gradient"):
         layer(x)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_bias_without_numbers_is_refused(trained: bool) -> None:
+    """As after a state dict that lacked it, assigned to a model on the meta device."""
+    layer = interop.Int8Linear.from_weight(torch.randn(8, 16), torch.zeros(8), backend="mirror")
+    layer.bias = torch.nn.Parameter(layer.bias.to("meta"), requires_grad=trained)
+    with pytest.raises(RuntimeError, match="on the meta device|at least two devices, cpu and meta"):
+        layer(torch.randn(3, 16))
+    with pytest.raises(RuntimeError, match="at least two devices, cpu and meta: tensors on meta"):
+        interop.norm_quant(torch.randn(3, 16), norm="rms", weight=torch.ones(16, device="meta"))
+    if not trained:
+        with pytest.raises(RuntimeError, match=r"a tensor of shape .* is on the meta device"):
+            layer.to("meta")(torch.randn(3, 16, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"smooth": np.ones(16, np.float32)}, "smooth must be a tensor, got an array of shape"),
+        ({"bias": torch.zeros(8).double()}, "bias must be .* got float64: convert it to float32"),
+    ],
+)
+def test_what_no_call_would_take_is_refused_at_once(options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        interop.Int8Linear.from_weight(torch.randn(8, 16), strategy="channel", **options)

@@ -110,6 +110,24 @@ def test_what_a_device_decides_is_what_the_host_would(strategy: str) -> None:
     assert answered >= 5
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": "channel"}, r"config must be a cupyattn.Int8Config, as .*, got 'channel'"),
+        ({"activations": [1.0]}, r"activations must map names of layers to .*, got \[1.0\]"),
+        ({"advance": 3}, "advance must take the name of a layer, or be None, got 3"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_before_any_layer_is_dropped(
+    options: dict[str, Any], message: str
+) -> None:
+    own = model()
+    layers = list(own)
+    with pytest.raises(TypeError, match=message):
+        replace_linear_with_int8(own, originals="drop", backend="mirror", **options)
+    assert list(own) == layers
+
+
 def test_a_pattern_that_fits_no_layer_is_refused_before_any_is_replaced() -> None:
     own = model()
     layers = list(own)
@@ -178,7 +196,7 @@ def test_what_fails_half_way_leaves_the_model_as_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         replace_linear_with_int8(own, backend="mirror", advance=advance)
     assert list(own) == layers and torch.equal(own(x), before)
-    with pytest.warns(UserWarning, match="2 layers of the model are INT8"), pytest.raises(
+    with pytest.warns(UserWarning, match="2 layers of the model stayed INT8"), pytest.raises(
         KeyboardInterrupt
     ):
         replace_linear_with_int8(own, originals="drop", backend="mirror", advance=advance)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import check_backend
@@ -22,7 +21,7 @@ from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.compiling import COMPILED, Compiled
 from cupyattn.interop.torch.models import ONE_OF_BOTH, Replacement
 from cupyattn.interop.torch.offloading import device_of_hooks
-from cupyattn.interop.torch.quantising import Activations
+from cupyattn.interop.torch.quantising import Activations, check_mapping
 from cupyattn.measure.timing import FASTER, judged
 from cupyattn.measure.whole_gains import WholeModel, nearest, said, usual_width
 
@@ -73,14 +72,7 @@ class Request:
                 f"checkpoint must be the path of saved codes, got {shown(self.checkpoint)}"
             )
         given = self.activations
-        if given is not None and not (
-            isinstance(given, Mapping)
-            and all(isinstance(x, Tensor | np.ndarray) for x in given.values())
-        ):
-            raise TypeError(
-                "activations must map names of layers to tensors or arrays, as "
-                f"record(...).recording.inputs does, got {shown(given)}"
-            )
+        check_mapping(given)
         if given is not None and self.checkpoint is not None:
             raise ValueError(ONE_OF_BOTH)
         check_arch(self.arch)

@@ -39,7 +39,17 @@ def as_array(tensor: Tensor) -> Any:
     -------
     numpy.ndarray or cupy.ndarray
         bfloat16 has the type of `ml_dtypes`.
+
+    Raises
+    ------
+    RuntimeError
+        For a tensor on the meta device.
     """
+    if tensor.is_meta:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} is on the meta device, where it holds no "
+            "numbers: load it first"
+        )
     tensor = tensor.detach().resolve_conj()  # complex numbers are refused, by their type
     if tensor.is_cuda:
         import cupy

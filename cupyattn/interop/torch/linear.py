@@ -377,8 +377,9 @@ class Int8Linear(torch.nn.Linear):
             raise ValueError(
                 f"outlier_dtype goes with outlier_columns, got {outlier_dtype!r}: leave it out"
             )
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"weight must be a tensor, got {shown(weight)}")
+        for name, x in (("weight", weight), ("smooth", smooth)):
+            if not isinstance(x, Tensor) and (x is not None or name == "weight"):
+                raise TypeError(f"{name} must be a tensor, got {shown(x)}")
         # Tensors of inference mode allow neither gradients nor loading.
         with on_device_of(weight), torch.inference_mode(mode=False):
             factors = None if smooth is None else as_array(smooth)
@@ -560,8 +561,9 @@ class Int8Linear(torch.nn.Linear):
                 "Expected all tensors to be on the same device, but x is on "
                 f"{x.device}, weight is on {self.weight_codes.device}"
             )
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        place = x.device.type
+        if place != "meta" and torch.is_autocast_enabled(place) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(place))
         return x
 
     def extra_repr(self) -> str:

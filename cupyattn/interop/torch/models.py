@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cupyattn.checkpoints.layout import WEIGHT
+from cupyattn.errors import shown
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, first_names
 from cupyattn.interop.torch import epilogues, inductor_calls
@@ -25,6 +26,7 @@ from cupyattn.interop.torch.originals import Call, keep_original, original_of
 from cupyattn.interop.torch.placing import Verdict, place_layers
 from cupyattn.interop.torch.quantising import (
     Activations,
+    check_mapping,
     check_names,
     quantised,
     with_strategy,
@@ -202,7 +204,7 @@ def replace_linear_with_int8(
     Raises
     ------
     TypeError
-        If `model` is not a module: give a pipeline's transformer. For patterns that are not text.
+        If `model` is not a module: give a pipeline's transformer. For arguments of another type.
     ValueError
         If no layer becomes INT8 or all are replaced already, for a pattern that is not a regular
         expression or matches no name, for a checkpoint of other shapes, and for activations of an
@@ -246,6 +248,7 @@ def replace_linear_with_int8(
         )
     if originals not in ORIGINALS:
         raise ValueError(f"originals must be {' or '.join(ORIGINALS)}, got {originals!r}")
+    _check_types(config, activations, advance)
     selection = Selection.of(include, exclude)
     own = uncompiled(model)
     before = [name for name, _ in int8_layers(own)]
@@ -299,6 +302,18 @@ def replace_linear_with_int8(
         if originals != "drop":
             restore_linear(own, call)
         raise
+
+
+def _check_types(config: Any, activations: Any, advance: Any) -> None:
+    """Raise TypeError for arguments that would fail when some layers are dropped already."""
+    if config is not None and not isinstance(config, Int8Config):
+        raise TypeError(
+            f"config must be a cupyattn.Int8Config, as Int8Config(strategy='channel'), got "
+            f"{shown(config)}"
+        )
+    check_mapping(activations)
+    if advance is not None and not callable(advance):
+        raise TypeError(f"advance must take the name of a layer, or be None, got {shown(advance)}")
 
 
 def _commonest(kept: Mapping[str, str]) -> list[str]:

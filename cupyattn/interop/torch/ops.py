@@ -7,6 +7,7 @@ of ``torch.func`` support them. A forward-mode derivative is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -161,10 +162,32 @@ def define(
     library.define(f"{name}({arguments}) -> {results}", tags=tuple(tags))
     for key in ("CPU", "CUDA"):
         library.impl(name, kernel, key)
-    torch.library.register_fake(f"cupyattn::{name}", fake, lib=library)
+    torch.library.register_fake(f"cupyattn::{name}", _of_one_device(fake), lib=library)
     operator = getattr(torch.ops.cupyattn, name).default
     KERNELS[operator] = kernel
     return operator
+
+
+def _of_one_device(fake: Any) -> Any:
+    """Return a kernel for fake tensors that refuses meta tensors beside real ones.
+
+    torch calls it if one tensor is on the meta device, and the others would get results in memory
+    that nothing wrote.
+    """
+
+    @functools.wraps(fake)
+    def checked(*arguments: Any) -> Any:
+        lists = ([*x] if isinstance(x, (list, tuple)) else [x] for x in arguments)
+        plain = (x for one in lists for x in one if type(x) in PLAIN)
+        devices = sorted({str(x.device) for x in plain})
+        if len(devices) > 1 and "meta" in devices:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{' and '.join(devices)}: tensors on meta hold no numbers, load them first"
+            )
+        return fake(*arguments)
+
+    return checked
 
 
 def differentiate(

@@ -12,6 +12,7 @@ from torch import nn
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
 from cupyattn.interop.torch.originals import Call, keep_original
+from cupyattn.measure.words import counted
 
 #: A layer's name, its replacement or None, and the reason.
 Verdict = tuple[str, Int8Linear | None, str]
@@ -69,8 +70,8 @@ def place_layers(
         if dropped and replaced:
             guard(model)
             warnings.warn(
-                f"{len(replaced)} layers of the model are INT8, and their originals dropped: make "
-                "it again, or use originals='cpu', which lets a failed call be undone",
+                f"{counted(len(replaced), 'layer')} of the model stayed INT8, without originals: "
+                "make it again, or use originals='cpu', which lets a failed call be undone",
                 UserWarning, stacklevel=3,
             )  # fmt: skip
         raise

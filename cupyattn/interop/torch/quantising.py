@@ -29,10 +29,12 @@ from cupyattn.checkpoints.predicted_errors import Errors, predicted_errors
 from cupyattn.checkpoints.roles import PRECISE_ROLES
 from cupyattn.checkpoints.rotated import rotated_codes
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
+from cupyattn.errors import shown
 from cupyattn.interop.selection import first_names
 from cupyattn.interop.torch.bridge import as_array, as_tensor, on_device_of
 from cupyattn.interop.torch.device_errors import worst_errors
 from cupyattn.interop.torch.linear import Int8Linear
+from cupyattn.measure.words import counted
 from cupyattn.ops.linear import quantised_weight
 from cupyattn.ops.weights import weight_quant
 from cupyattn.quant.blocks import AUTO, Int8Config, row_strips
@@ -51,6 +53,18 @@ Made = tuple[Tensor, Tensor]
 
 #: Inputs of linear layers, (..., in), by name.
 Activations = Mapping[str, Tensor | np.ndarray]
+
+
+def check_mapping(activations: Any) -> None:
+    """Raise TypeError unless activations are a mapping of tensors or arrays, or None."""
+    if activations is not None and not (
+        isinstance(activations, Mapping)
+        and all(isinstance(x, Tensor | np.ndarray) for x in activations.values())
+    ):
+        raise TypeError(
+            "activations must map names of layers to tensors or arrays, as "
+            f"record(...).recording.inputs does, got {shown(activations)}"
+        )
 
 
 def check_names(activations: Activations | None, names: Collection[str]) -> None:
@@ -126,7 +140,7 @@ def with_strategy(
     if config.smooth is True:
         rotate = "hadamard" if config.rotate == AUTO else config.rotate
         ways = {n: Way("channel", rotation_of(rotate, len(top)), True) for n, top in tops.items()}
-        why = f"{choice.why}; {len(ways)} layers are smoothed, as asked for"
+        why = f"{choice.why}; {counted(len(ways), 'layer')} smoothed, as asked for"
         choice = replace(choice, layers={**choice.layers, **ways}, why=why)
     factors = {name: f for name, f in factors.items() if choice.way_of(name).smooth}
     config = replace(config, smooth=False, strategy=choice.strategy, rotate=choice.rotate)
