@@ -135,12 +135,12 @@ def advise(
         + of.saved_copies[accuracy] * work.copies / 1e9,
     }
     refusal = ""
-    small = [f"{tokens:,} tokens (at least {LEAST_TOKENS:,})"] * (tokens < LEAST_TOKENS)
-    small += [f"width {work.width:,} (at least {LEAST_WIDTH:,})"] * (work.width < LEAST_WIDTH)
+    small = [f"{tokens:,} tokens are below {LEAST_TOKENS:,}"] * (tokens < LEAST_TOKENS)
+    small += [f"width {work.width:,} is below {LEAST_WIDTH:,}"] * (work.width < LEAST_WIDTH)
     if small:
         refusal = (
-            f"{' and '.join(small)} {'are' if tokens < LEAST_TOKENS else 'is'} below what was "
-            "measured: the host and small kernels decide there"
+            f"{' and '.join(small)}, the least that was measured, where the host and small kernels "
+            "decide"
         )
     return Advice(seconds, saved, refusal)
 

@@ -91,8 +91,9 @@ def section(record: Mapping[str, Any]) -> str:
     """Return what docs/PIPELINES.md says was measured."""
     where = record["environment"]["device"] or {}
     return "\n".join([
-        f"What `compare` said of three blocks of each kind on an {where.get('name', 'no device')}, "
-        f"as multiples of compiled native with 95 % intervals ({recording.link(NAME)}):",
+        f"`compare` of three blocks of each kind on an {where.get('name', 'no device')}, as "
+        f"multiples of compiled native with 95 % intervals ({recording.link(NAME)}). Whole models, "
+        "measured later, [gain more](INTEROP.md#whole-models):",
         "",
         *recording.markdown(
             ["model", "compiled", "native step", *WAYS.values(), "weights"],

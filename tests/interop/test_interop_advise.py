@@ -144,7 +144,7 @@ def test_what_gains_too_little_or_was_not_measured_is_declined() -> None:
     work = advice_rates.work(family)
     small = dataclasses.replace(work, width=128)
     assert advice.advise(small, 4096).refusal and not advice.advise(small, 4096).replaces("linear")
-    assert advice.advise(work, 256).refusal.startswith("256 tokens (at least 2,048) are below")
+    assert advice.advise(work, 256).refusal.startswith("256 tokens are below 2,048, the")
     few = advice.Advice(1.0, {"linear": 0.3, "attention": 0.01})
     assert few.replaces("linear") and not few.replaces("attention")
     assert [row["replace"] for row in advice.as_rows(few)] == [True, False, True]
@@ -193,7 +193,7 @@ def test_the_header_of_a_folder_gives_the_same(
     assert cli.main(["advise", str(tmp_path / "model"), "--tokens", "4096"]) == 0
     out = capsys.readouterr().out
     assert "1 attention module with" in out
-    assert "No advice: width 128 (at least 1,024) is below" in out
+    assert "No advice: width 128 is below 1,024, the least" in out
 
 
 def test_attention_of_layers_that_make_more_than_queries_counts(
