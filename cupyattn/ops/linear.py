@@ -495,16 +495,10 @@ class LayerSettings(NamedTuple):
 
 
 def check_bias(bias: Any, codes: Any) -> None:
-    """Raise unless a bias that is not None is a float for each output channel."""
-    if bias is None:
-        return
-    if tuple(bias.shape) != tuple(codes.shape[:1]):
+    """Raise ValueError unless a bias that is not None has an element for each output channel."""
+    if bias is not None and tuple(bias.shape) != tuple(codes.shape[:1]):
         raise ValueError(
             f"bias must have shape {tuple(codes.shape[:1])}, got {tuple(bias.shape)}"
-        )
-    if bias.dtype.name not in STORAGE:
-        raise TypeError(
-            f"bias must be {' or '.join(STORAGE)}, got {bias.dtype.name}: convert it to float32"
         )
 
 
