@@ -57,10 +57,10 @@ def steps_before(rotate: str | None, smooth: bool = False) -> NormQuantSettings 
 class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
-    Its arrays are "x", optionally "right", whose channels follow the channels of x, or "below",
-    whose rows follow the rows of x, and vectors of `norm_quant` by their names. The arrays of each
-    product have names that end in the number of the layer: "b0", "b_scales0", and so on. If given,
-    "c0" receives the result. Between the launches, codes and their scales are in scratch memory.
+    Its arrays are "x" and vectors of `norm_quant` by their names. Optional "right" has channels
+    after the channels of x, and "below" rows after its rows. The arrays of each product have names
+    that end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0" receives the
+    result. Between the launches, codes and their scales are in scratch memory.
     """
 
     name = "int8_layers"

@@ -182,7 +182,8 @@ struct Loaded {
 
   // Begins to read a row: into these registers, or into shared memory, from where take() moves it.
   __device__ __forceinline__ void request(const NormQuantParams& p, SharedStorage& smem, int row) {
-    const elem_t* X = row_of(p, p.X, min(row, p.rows - 1), p.X_stride) + channel_of(0);
+    const elem_t* X =  // [CHANNELS], or of both halves
+        row_of(p, p.X, min(row, p.rows - 1), p.X_stride) + channel_of(0);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half)
 #pragma unroll

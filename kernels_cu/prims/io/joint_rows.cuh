@@ -1,5 +1,5 @@
-// joint_rows.cuh -- rows of a concatenation that is never stored: of each batch entry, the first
-// rows lie in one tensor and the others in a second tensor, `below` them.
+// joint_rows.cuh -- rows of a concatenation that is never stored. The first rows of each batch
+// entry lie in one tensor, the others in a second tensor, `below`.
 #pragma once
 
 #include "prims/config.cuh"
