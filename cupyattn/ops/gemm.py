@@ -29,6 +29,7 @@ from cupyattn.problem.gemm_form import (
     settle_layers,
     where_shared,
 )
+from cupyattn.problem.joint_rows import check_below, in_batches, joined
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.quant.activation import GLU, check_activation, columns_of
 from cupyattn.quant.blocks import BLOCK_SIZE, check_out_dtype, scale_shape, strategy_of
@@ -48,6 +49,7 @@ def int8_gemm(
     activation: str | None = None,
     outliers: tuple[Array, Array] | None = None,
     residual: Array | None = None,
+    residual_below: Array | None = None,
     gate: Array | None = None,
     tiles: GemmTiles | None = None,
     arch: str | None = None,
@@ -83,6 +85,8 @@ def int8_gemm(
         quantised. They require scales of blocks.
     residual : array, (..., n), out_dtype, optional
         Added to the result; not modified.
+    residual_below : array, (rows, n) or (batch, rows, n), out_dtype, optional
+        Rows after the rows of `residual`, as if both were concatenated.
     gate : array, (n,) or (groups, n), out_dtype or float32, optional
         Factors of the result before `residual` is added, which is then required. All groups have
         the same number of consecutive rows, such as the tokens of a sample with its modulation.
@@ -145,6 +149,8 @@ def int8_gemm(
         arrays["a_16"], arrays["b_16"] = outliers
     if residual is not None:
         arrays["residual"] = residual
+    if residual_below is not None:
+        arrays["residual_below"] = residual_below
     if gate is not None:
         arrays["gate"] = gate
     if out is not None:
@@ -183,8 +189,10 @@ class _Gemm(Operation):
         if tiles is not None:
             check_kind(tiles, GemmTiles)
             check_tiles_of(tiles, a.shape[-1], settings.arch, strategy)
-        for name in {"a", "a_scales", "a_16", "residual"} & operands.keys():
+        in_two = {"residual", "residual_below"} if "residual_below" in operands else set()
+        for name in ({"a", "a_scales", "a_16", "residual"} - in_two) & operands.keys():
             operands[name] = operands[name].rows()
+        operands |= {name: in_batches(operands[name]) for name in in_two}
         if "gate" in operands and operands["gate"].ndim == 1:
             operands["gate"] = operands["gate"].front()
         kernel, arch = None, settings.arch
@@ -226,7 +234,7 @@ class _Gemm(Operation):
             a, arrays["a_scales"], b, arrays["b_scales"], settings.out_dtype,
             bias=arrays.get("bias"), activation=settings.activation,
             outliers=(arrays["a_16"], arrays["b_16"]) if "a_16" in arrays else None,
-            residual=arrays.get("residual"), gate=arrays.get("gate"), **sharing,
+            residual=_addend(arrays), gate=arrays.get("gate"), **sharing,
         )  # fmt: skip
         if "c" in problem.received:
             arrays["c"][...] = c
@@ -239,6 +247,14 @@ class _Gemm(Operation):
 
 
 GEMM = _Gemm()
+
+
+def _addend(arrays: Mapping[str, Array]) -> Array | None:
+    """Return the rows that are added to a product, or None."""
+    residual, below = (arrays.get(name) for name in ("residual", "residual_below"))
+    if residual is None or below is None:
+        return residual
+    return np.concatenate((residual, below), axis=1).reshape(-1, residual.shape[-1])
 
 
 def _dtype_of(problem: Problem, name: str) -> str:
@@ -312,17 +328,25 @@ def plan_together(kernel: GemmKernel, products: Sequence[Problem]) -> GemmPlan:
 def _check_sum(operands: Mapping[str, Described], out_dtype: str, n: int) -> None:
     """Raise unless residual and gate of a product fit its result."""
     rows = math.prod(operands["a"].shape[:-1])
-    if "gate" in operands and "residual" not in operands:
-        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    for name in ("gate", "residual_below"):
+        if name in operands and "residual" not in operands:
+            raise ValueError(
+                f"{name} goes with residual, got residual=None: give zeros to add nothing"
+            )
     for name, other in (("residual", out_dtype), ("gate", "float32")):
         if name in operands and operands[name].dtype.name not in (out_dtype, other):
             or_other = "" if other == out_dtype else f" or {other}"
             raise TypeError(
                 f"{name} must be {out_dtype} as out_dtype{or_other}, got {operands[name].dtype}"
             )
-    residual, shape = operands.get("residual"), (*operands["a"].shape[:-1], n)
+    residual, below = operands.get("residual"), operands.get("residual_below")
+    if residual is not None and below is not None:
+        check_below("residual", residual, "residual_below", below)
+        residual = joined(residual, below)
+    shape = (*operands["a"].shape[:-1], n)
     if residual is not None and tuple(residual.shape) != shape:
-        raise ValueError(f"residual must have shape {shape}, got {tuple(residual.shape)}")
+        both = "" if below is None else " with residual_below"
+        raise ValueError(f"residual{both} must have shape {shape}, got {tuple(residual.shape)}")
     if "gate" in operands:
         shape = tuple(operands["gate"].shape)
         groups = 1 if len(shape) == 1 else shape[0] if shape else 0

@@ -10,12 +10,13 @@ from cupyattn.arrays.described import Described
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.act_quant import ACT_QUANT, SIDES, ActQuantSettings, channels_of
 from cupyattn.ops.gemm import GEMM, GemmSettings, are_alike, plan_together, settle_together
-from cupyattn.ops.norm_quant import NORM_QUANT, NormQuantSettings
+from cupyattn.ops.norm_quant import NORM_QUANT, PARTS, NormQuantSettings
 from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.plans.gemm import buffer_of
 from cupyattn.plans.norm_quant import VECTORS
 from cupyattn.plans.records import Stage, Work, Workspace
 from cupyattn.problem.gemm_form import MOST_LAYERS, GemmKernel
+from cupyattn.problem.joint_rows import joined
 from cupyattn.problem.problem import Problem
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import columns_of
@@ -56,10 +57,10 @@ def steps_before(rotate: str | None, smooth: bool = False) -> NormQuantSettings 
 class _Layers(Operation):
     """Activations to codes, once, and their products with the weights of all layers.
 
-    Its arrays are "x", optionally "right", whose channels follow the channels of x, and vectors of
-    `norm_quant` by their names. The arrays of each product have
-    names that end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0"
-    receives the result. Between the launches, codes and their scales are in scratch memory.
+    Its arrays are "x" and vectors of `norm_quant` by their names. Optional "right" has channels
+    after the channels of x, and "below" rows after its rows. The arrays of each product have names
+    that end in the number of the layer: "b0", "b_scales0", and so on. If given, "c0" receives the
+    result. Between the launches, codes and their scales are in scratch memory.
     """
 
     name = "int8_layers"
@@ -67,8 +68,12 @@ class _Layers(Operation):
 
     def resolve(self, settings: LayersSettings, arrays: Mapping[str, Described]) -> Problem:
         """Check the activations, and the products of codes of their shape."""
-        x = arrays["x"]
         if settings.before is None:
+            if "below" in arrays:
+                raise UnsupportedError(
+                    "below goes with rows that are normalised, rotated or multiplied by factors, "
+                    "not quantised as they are: concatenate x and below"
+                )
             strategy = strategy_of_weight(arrays["b0"].shape, arrays["b_scales0"].shape)
         elif "right" in arrays:
             raise UnsupportedError(
@@ -78,6 +83,7 @@ class _Layers(Operation):
         else:
             strategy = settings.before.strategy
         codes = _codes_of(settings, arrays, strategy)
+        x = joined(arrays["x"], arrays.get("below"))
         gated = settings.before is not None and settings.before.activation
         channels = columns_of(channels_of(arrays), gated or "")
         blocks = 1 if strategy == "channel" else -(-channels // BLOCK_SIZE)
@@ -182,7 +188,7 @@ def _codes_of(
 ) -> Problem:
     """Return how rows become codes."""
     before = settings.before
-    given = {name: arrays[name] for name in (*SIDES, *VECTORS) if name in arrays}
+    given = {name: arrays[name] for name in (*SIDES, *PARTS[1:], *VECTORS) if name in arrays}
     operation: Operation = ACT_QUANT
     asked: Any = ActQuantSettings(BLOCK_SIZE, settings.backend, strategy=strategy)
     if before is not None:

@@ -15,6 +15,7 @@ from cupyattn.errors import UnsupportedError, shown
 from cupyattn.ops.operation import Operation, run
 from cupyattn.plans.norm_quant import VECTORS, plan_norm_quant
 from cupyattn.plans.records import Work
+from cupyattn.problem.joint_rows import check_below, in_batches, joined
 from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import EPS, check_eps
 from cupyattn.quant.activation import GLU, check_activation, columns_of
@@ -29,6 +30,7 @@ Array = Any
 def norm_quant(
     x: Array,
     *,
+    below: Array | None = None,
     norm: str | None = None,
     weight: Array | None = None,
     bias: Array | None = None,
@@ -49,6 +51,8 @@ def norm_quant(
     ----------
     x : array, (..., channels), float16, bfloat16 or float32
         NumPy, CuPy, or anything with DLPack; (..., 2 channels) with a gated activation.
+    below : array, (rows, channels) or (batch, rows, channels), type of x, optional
+        Rows after the rows of x, as if both were concatenated.
     norm : {None, "layer", "rms"}
         Divide each row by its standard deviation, its mean subtracted before; by its root mean
         square; or by nothing.
@@ -107,6 +111,7 @@ def norm_quant(
     ([127], 6.25)
     """
     given = {"weight": weight, "bias": bias, "scale": scale, "shift": shift}
+    given["below"] = below
     arrays = {"x": x, **{name: one for name, one in given.items() if one is not None}}
     settings = NormQuantSettings(norm, activation, rotate, eps, strategy, backend)
     codes, scales = run(NORM_QUANT, settings, arrays, (type(eps),)).values()
@@ -136,8 +141,12 @@ class _NormQuant(Operation):
         backend = choose(settings.backend, x.device >= 0)
         steps = checked_steps(settings, arrays)
         channels = columns_of(x.shape[-1], steps.activation)
-        operands = {"x": x.with_whole_rows().rows()}
-        for name in arrays.keys() - {"x"}:
+        parts = {name: arrays[name].with_whole_rows() for name in PARTS if name in arrays}
+        operands = {"x": parts["x"].rows()}
+        if "below" in parts:
+            operands = {name: in_batches(one) for name, one in parts.items()}
+        x = joined(x, arrays.get("below"))
+        for name in arrays.keys() - parts.keys():
             vector = arrays[name].with_whole_rows()
             operands[name] = vector if name in VECTORS[:2] else vector.rows()
         blocks = 1 if steps.strategy == "channel" else -(-channels // BLOCK_SIZE)
@@ -154,12 +163,17 @@ class _NormQuant(Operation):
         of, steps = problem.operands, problem.settled
         vectors = tuple(of[name].place if name in of else None for name in VECTORS)
         types = (next((of[n].dtype.name for n in pair if n in of), "") for pair in _PAIRS)
-        x = of["x"]
-        return Work.of(plan_norm_quant(x.place, x.dtype.name, vectors, tuple(types), steps))
+        x, below = of["x"], of["below"].place if "below" in of else None
+        return Work.of(
+            plan_norm_quant(x.place, x.dtype.name, vectors, tuple(types), steps, below=below)
+        )
 
     def mirror(self, problem: Problem, arrays: Mapping[str, Array]) -> dict[str, Any]:
         """Return codes and scales from NumPy."""
-        codes, scales = norm_quant_mirror(arrays["x"], problem.settled, Vectors.of(arrays))
+        x = arrays["x"]
+        if "below" in arrays:
+            x = np.concatenate((x, arrays["below"]), axis=1).reshape(-1, x.shape[-1])
+        codes, scales = norm_quant_mirror(x, problem.settled, Vectors.of(arrays))
         shapes = {name: result.shape for name, result in problem.results.items()}
         return {
             "codes": codes.reshape(shapes["codes"]), "scales": scales.reshape(shapes["scales"])
@@ -168,16 +182,20 @@ class _NormQuant(Operation):
 
 NORM_QUANT = _NormQuant()
 
+#: The arrays of rows. The second is optional: rows after the rows of the first.
+PARTS = ("x", "below")
 #: Vectors that have one type.
 _PAIRS = VECTORS[:2], VECTORS[2:]
 
 
 def checked_steps(settings: NormQuantSettings, arrays: Mapping[str, Described]) -> RowSteps:
     """Return the operations on a row; raise the errors of `norm_quant` for a call."""
-    x = arrays["x"]
+    x, below = arrays["x"], arrays.get("below")
     check_values("x", x, least_axes=1)
-    steps = _steps_of(settings, x, arrays.keys() - {"x"})
-    _check_vectors(arrays, columns_of(x.shape[-1], steps.activation))
+    if below is not None:
+        check_below("x", x, "below", below)
+    steps = _steps_of(settings, x, arrays.keys() - {*PARTS})
+    _check_vectors({**arrays, "x": joined(x, below)}, columns_of(x.shape[-1], steps.activation))
     return steps
 
 

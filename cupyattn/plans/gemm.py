@@ -18,8 +18,9 @@ from cupyattn.kernels.features import DTYPES, without_defaults
 from cupyattn.kernels.limits import HOPPER_BLOCKS, INT32_MAX
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.assemble import tensor_map_of
+from cupyattn.plans.joint_rows import joint_rows
 from cupyattn.plans.records import Launch, TensorMap, Workspace, described
-from cupyattn.plans.structs import GEMM_PARAMS, LAYERS_PARAMS
+from cupyattn.plans.structs import GEMM_PARAMS, JOINT_GEMM_PARAMS, LAYERS_PARAMS
 from cupyattn.problem.gemm_form import (
     MOST_LAYERS,
     GemmKernel,
@@ -64,6 +65,8 @@ class GemmFeatures:
         Whether the copy engine orders rows of B so that a lane has eight adjacent columns of C.
     layers : bool
         Whether several layers multiply the same codes; a bias may then be missing in some.
+    joint_rows : bool
+        Whether the rows of the residual lie in two tensors.
     """
 
     out_dtype: str
@@ -77,6 +80,7 @@ class GemmFeatures:
     straddles: bool = False
     neighbours: bool = False
     layers: bool = False
+    joint_rows: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain product."""
@@ -97,6 +101,7 @@ class GemmFeatures:
             **({"CFG_GATE_LAST": 1} if self.activation in GATE_LAST else {}),
             **({"CFG_NEIGHBOURS": 1} if self.neighbours else {}),
             **({"CFG_LAYERS": 1} if self.layers else {}),
+            **({"CFG_JOINT_ROWS": 1} if self.joint_rows else {}),
         }  # fmt: skip
 
 
@@ -160,8 +165,9 @@ class ProductOperands:
 
     All have two axes, the last one contiguous, except `bias` (n,). `residual` (m, n) and `gate`
     (groups of rows, n) have the type of c; the gate may also be float32. `a_16` and `b_16` are the
-    columns in 16 bits that are multiplied in addition to the codes. `further` are layers that the
-    launch multiplies by the same codes, too; `buffer_of` names their buffers. No layer then has
+    columns in 16 bits that are multiplied in addition to the codes. With `residual_below`, rows of
+    `residual` continue there; both are (batch, rows, n). `further` are layers that the launch
+    multiplies by the same codes, too; `buffer_of` names their buffers. No layer then has
     `residual`, `gate`, or columns in 16 bits.
     """
 
@@ -171,6 +177,7 @@ class ProductOperands:
     b_scales: Operand
     c: Operand
     residual: Operand | None = None
+    residual_below: Operand | None = None
     gate: Operand | None = None
     bias: Operand | None = None
     a_16: Operand | None = None
@@ -181,6 +188,11 @@ class ProductOperands:
     def layers(self) -> tuple[LayerOperands, ...]:
         """All layers."""
         return LayerOperands(self.b, self.b_scales, self.c, self.bias), *self.further
+
+    @property
+    def addends(self) -> tuple[Operand, ...]:
+        """The tensors whose rows are added to the result."""
+        return tuple(x for x in (self.residual, self.residual_below) if x is not None)
 
     @property
     def columns(self) -> tuple[int, ...]:
@@ -268,7 +280,7 @@ def plan_gemm(
     if features.layers:
         params["n"] = all_columns(n, tiles)
     structs: tuple[tuple[np.dtype[Any], dict[str, Any]] | TensorMap, ...]
-    structs = ((GEMM_PARAMS, params),)
+    structs = ((JOINT_GEMM_PARAMS if features.joint_rows else GEMM_PARAMS, params),)
     if form == "sm90":
         maps = _maps(at, features, tiles)
         # Blocks without outliers do not read these maps, which must be valid nevertheless.
@@ -335,6 +347,7 @@ def _features(
             _takes_neighbours(at, one, halves, bias) for one in at.layers
         ),
         bool(at.further),
+        at.residual_below is not None,
     )  # fmt: skip
 
 
@@ -357,7 +370,9 @@ def _params(at: ProductOperands, features: GemmFeatures) -> dict[str, Any]:
             "B_16": "b_16", "B_16_stride": row_bytes(at.b_16), "outliers": at.a_16.shape[1],
         }  # fmt: skip
     if at.residual:
-        params |= {"residual": "residual", "residual_stride": at.residual.row_strides[0]}
+        params |= {"residual": "residual", "residual_stride": at.residual.row_strides[-1]}
+        if at.residual_below:
+            params |= joint_rows(at.residual, at.residual_below, "residual_below")
     if at.gate:
         params |= {"gate": "gate", "gate_stride": at.gate.row_strides[0]}
         params["gate_rows"] = m // at.gate.shape[0]
@@ -437,7 +452,7 @@ def _takes_neighbours(at: ProductOperands, layer: LayerOperands, halves: int, bi
     if bias and layer.bias is None and not at.further:
         return False
     columns = layer.b.shape[0] // halves
-    beside = [x for x in (layer.c, at.residual, at.gate, layer.bias) if x is not None]
+    beside = [*at.addends, *(x for x in (layer.c, at.gate, layer.bias) if x is not None)]
     if at.strategy == "channel":
         scales = layer.b_scales
         if scales.row_strides != (1,):
@@ -450,8 +465,7 @@ def _takes_neighbours(at: ProductOperands, layer: LayerOperands, halves: int, bi
 
 def _elements_per_access(at: ProductOperands) -> int:
     """Return how many elements of a row of C are stored at a time."""
-    together = [layer.c for layer in at.layers]
-    together += [] if at.residual is None else [at.residual]
+    together = [*at.addends, *(layer.c for layer in at.layers)]
     # Factors are read in pairs.
     return widest(*together) if at.gate is None or at.gate.allows(2) else 1
 

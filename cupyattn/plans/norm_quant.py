@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cupyattn.arrays.operand import Operand
+from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.architectures import LEAST_SHARED
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.errors import UnsupportedError
@@ -16,8 +17,9 @@ from cupyattn.kernels.limits import HOPPER_BLOCKS, MAX_LENGTH
 from cupyattn.kernels.row_teams import MOST_CHANNELS, RUN, Team, team_of
 from cupyattn.kernels.tiles import GemmTiles
 from cupyattn.plans.gemm import Launches
+from cupyattn.plans.joint_rows import joint_rows
 from cupyattn.plans.records import Launch
-from cupyattn.plans.structs import NORM_QUANT_PARAMS
+from cupyattn.plans.structs import JOINT_NORM_QUANT_PARAMS, NORM_QUANT_PARAMS
 from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
 from cupyattn.quant.rotation import group_of
 from cupyattn.quant.row_steps import NORMS, RowSteps
@@ -60,6 +62,8 @@ class NormQuantFeatures:
     activation : str
         "", or one of `cupyattn.quant.activation.ACTIVATIONS` or `GLU`.
     strategy : {"block", "channel"}
+    joint_rows : bool
+        Whether the rows lie in two tensors.
     """
 
     dtype: str
@@ -72,6 +76,7 @@ class NormQuantFeatures:
     activation: str = ""
     rotate: int = 0
     strategy: str = "channel"
+    joint_rows: bool = False
 
     def __str__(self) -> str:
         """Name the type, the accesses and whatever differs from a plain pass."""
@@ -95,6 +100,7 @@ class NormQuantFeatures:
             "CFG_BY_ROW": int(self.strategy == "channel"),
             **({"CFG_GLU": 1} if self.activation in GLU else {}),
             **({"CFG_GATE_LAST": 1} if self.activation in GATE_LAST else {}),
+            **({"CFG_JOINT_ROWS": 1} if self.joint_rows else {}),
         }
 
 
@@ -121,6 +127,7 @@ def plan_norm_quant(
     types: tuple[str, str],
     how: RowSteps,
     *,
+    below: Operand | None = None,
     steps: int | None = None,
 ) -> NormQuantPlan:
     """Plan the pass.
@@ -138,6 +145,9 @@ def plan_norm_quant(
     types : (str, str)
         Storage types of weight and bias, and of scale and shift; "": there are none.
     how : RowSteps
+    below : Operand, optional
+        Further rows of each batch entry, the buffer ``"below"``; x and `below` are then (batch,
+        rows, channels).
     steps : int, optional
         Rows of a team; by their number when omitted.
 
@@ -151,13 +161,15 @@ def plan_norm_quant(
     UnsupportedError
         For more rows or channels than the kernel counts.
     """
-    rows, channels = x.shape[0], columns_of(x.shape[1], how.activation)
+    parts = (x,) if below is None else (x, below)
+    rows = sum(math.prod(one.shape[:-1]) for one in parts)
+    channels = columns_of(x.shape[-1], how.activation)
     rotate = 0 if how.rotate is None else group_of(channels)
     at: Mapping[str, Operand | None] = dict(zip(VECTORS, vectors, strict=True))
     features = NormQuantFeatures(
-        dtype, max(w for w in (1, 2, 4, 8) if x.allows(w) and channels % w == 0), channels,
+        dtype, math.gcd(widest(*parts), channels), channels,
         how.norm, *types, channels % RUN == 0 and all(map(_by_eight, vectors)), how.activation,
-        rotate, how.strategy,
+        rotate, how.strategy, below is not None,
     )  # fmt: skip
     if rows == 0:
         return NormQuantPlan(features=features)
@@ -173,7 +185,7 @@ def plan_norm_quant(
     if rotate:
         form = _rotated_blocks(
             team, features.vec * x.itemsize, rows, groups if any(types) else 0, steps,
-            itemsize=x.itemsize * (x.shape[1] // channels),
+            itemsize=x.itemsize * (x.shape[-1] // channels),
         )  # fmt: skip
     tiles = GemmTiles(form.teams, team.held, form.teams * team.lanes // 32, num_stages=1)
     blocks = -(-rows // form.teams)
@@ -189,11 +201,14 @@ def plan_norm_quant(
     params: dict[str, Any] = {
         "X": "x", "codes": "codes", "scales": "scales",
         **{name: None if one is None else name for name, one in at.items()},
-        "X_stride": x.row_strides[0],
+        "X_stride": x.row_strides[-1],
         **{f"{n}_stride": one.row_strides[0] if (one := at[n]) else 0 for n in VECTORS[2:]},
         "rows": rows, "group_rows": rows // groups, "steps": steps, "eps": how.eps,
     }  # fmt: skip
-    structs = ((NORM_QUANT_PARAMS, params),)
+    struct = NORM_QUANT_PARAMS
+    if below is not None:
+        struct, params = JOINT_NORM_QUANT_PARAMS, params | joint_rows(x, below, "below")
+    structs = ((struct, params),)
     grid = -(-blocks // steps)
     launch = Launch(spec, "norm_quant", grid, tiles.num_threads, True, structs)
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)

@@ -175,8 +175,13 @@ UNPACK_PARAMS = _struct([
 
 # ---- linear layers -------------------------------------------------------------------------------
 
-#: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh.
-GEMM_PARAMS = _struct([
+#: ``struct JointRowsParams<true>`` of kernels_cu/prims/io/joint_rows.cuh.
+JOINT_ROWS_PARAMS = _struct([
+    ("below", "u8"), ("batch_stride", "i8"), ("below_batch_stride", "i8"), ("below_stride", "i8"),
+    ("split", "i4"), ("joint_rows", "i4"),
+])  # fmt: skip
+
+_GEMM_FIELDS = [
     ("A", "u8"), ("B", "u8"), ("A_scale", "u8"), ("B_scale", "u8"), ("C", "u8"),
     ("bias", "u8"), ("A_16", "u8"), ("B_16", "u8"), ("residual", "u8"), ("gate", "u8"),
     ("A_stride", "i8"), ("B_stride", "i8"),
@@ -184,7 +189,14 @@ GEMM_PARAMS = _struct([
     ("A_16_stride", "i8"), ("B_16_stride", "i8"), ("residual_stride", "i8"), ("gate_stride", "i8"),
     ("m", "i4"), ("n", "i4"), ("k", "i4"), ("outliers", "i4"), ("alone", "i4"),
     ("gate_rows", "i4"),
-])  # fmt: skip
+]  # fmt: skip
+
+#: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh.
+GEMM_PARAMS = _struct(_GEMM_FIELDS)
+
+#: ``struct GemmParams`` of kernels_cu/prims/codes/gemm.cuh, with CFG_JOINT_ROWS=1. The rows of the
+#: residual lie in two tensors.
+JOINT_GEMM_PARAMS = _struct(_GEMM_FIELDS, JOINT_ROWS_PARAMS)
 
 #: ``struct LayersParams`` of kernels_cu/linear/sm90/gemm_layers.cuh.
 LAYERS_PARAMS = _struct([
@@ -210,12 +222,18 @@ ROW_PAIR_PARAMS = _struct([
     ("right", "u8"), ("right_stride", "i8"), ("split", "i4"),
 ], ROW_QUANT_PARAMS)  # fmt: skip
 
-#: ``struct NormQuantParams`` of kernels_cu/linear/norm_quant.cu.
-NORM_QUANT_PARAMS = _struct([
+_NORM_QUANT_FIELDS = [
     ("X", "u8"), ("codes", "u8"), ("scales", "u8"), ("weight", "u8"), ("bias", "u8"),
     ("scale", "u8"), ("shift", "u8"), ("X_stride", "i8"), ("scale_stride", "i8"),
     ("shift_stride", "i8"), ("rows", "i4"), ("group_rows", "i4"), ("steps", "i4"), ("eps", "f4"),
-])  # fmt: skip
+]  # fmt: skip
+
+#: ``struct NormQuantParams`` of kernels_cu/linear/norm_quant.cu.
+NORM_QUANT_PARAMS = _struct(_NORM_QUANT_FIELDS)
+
+#: ``struct NormQuantParams`` of kernels_cu/linear/norm_quant.cu, with CFG_JOINT_ROWS=1. The rows
+#: lie in two tensors.
+JOINT_NORM_QUANT_PARAMS = _struct(_NORM_QUANT_FIELDS, JOINT_ROWS_PARAMS)
 
 #: ``struct WeightParams`` of kernels_cu/linear/weight_blocks.cu.
 WEIGHT_PARAMS = _struct([

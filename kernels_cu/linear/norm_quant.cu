@@ -22,11 +22,13 @@
 #include "prims/instructions/griddepcontrol.cuh"
 #include "prims/instructions/named_barrier.cuh"
 #include "prims/instructions/warp.cuh"
+#include "prims/io/joint_rows.cuh"
 #include "prims/io/tile_io.cuh"
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
-struct NormQuantParams {
-  const void* X;       // [rows, CHANNELS] of elem_t; GLU: [rows, 2 CHANNELS]
+struct NormQuantParams : JointRowsParams<JOINT_ROWS> {
+  const void* X;       // [rows, CHANNELS] of elem_t; GLU: [rows, 2 CHANNELS]; JOINT_ROWS: the
+                       // first `split` rows of each batch entry, the others lie in `below`
   int8_t* codes;       // [rows, CHANNELS], contiguous
   float* scales;       // [rows, 1] or [rows, ceil(CHANNELS / SLICE)], contiguous
   const void* weight;  // [CHANNELS] of weight_t; null: ones
@@ -180,8 +182,8 @@ struct Loaded {
 
   // Begins to read a row: into these registers, or into shared memory, from where take() moves it.
   __device__ __forceinline__ void request(const NormQuantParams& p, SharedStorage& smem, int row) {
-    const elem_t* X =
-        static_cast<const elem_t*>(p.X) + min(row, p.rows - 1) * p.X_stride + channel_of(0);
+    const elem_t* X =  // [CHANNELS], or of both halves
+        row_of(p, p.X, min(row, p.rows - 1), p.X_stride) + channel_of(0);
 #pragma unroll
     for (int half = 0; half < HALVES; ++half)
 #pragma unroll

@@ -125,6 +125,9 @@
 #ifndef CFG_PAIRED  // rows that lie in one tensor
 #define CFG_PAIRED 0
 #endif
+#ifndef CFG_JOINT_ROWS  // rows of one tensor
+#define CFG_JOINT_ROWS 0
+#endif
 #ifndef CFG_BEFORE  // partial results of several devices
 #define CFG_BEFORE 2
 #define CFG_AFTER 2
@@ -290,6 +293,7 @@ constexpr FactorsOf FACTORS_OF = FactorsOf(CFG_FACTORS);
 constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;     // thread blocks at a time
 constexpr bool NEXT_IN_SHARED = CFG_NEXT_IN_SHARED;  // a team's next row is copied to shared memory
 constexpr bool PAIRED = CFG_PAIRED;                  // a row continues in a second tensor
+constexpr bool JOINT_ROWS = CFG_JOINT_ROWS;          // further rows lie in a second tensor
 
 // storage types
 template <int CODE>

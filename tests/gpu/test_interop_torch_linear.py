@@ -96,6 +96,33 @@ def test_a_single_block_reads_attention_and_mlp_where_they_lie() -> None:
                 assert torch.equal(compiled(x, a, gate), expected)
 
 
+def test_a_single_block_reads_text_and_image_where_they_lie() -> None:
+    """Compiled, two tensors and slices of one give the bits of a block that is given their rows."""
+    torch.manual_seed(0)
+    width, wide = 3072, 12_288
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    linears = [torch.nn.Linear(n, m, **options).requires_grad_(False)
+               for n, m in ((width, wide), (wide, width))]  # fmt: skip
+    up, down = (interop.Int8Linear.from_linear(one, strategy="channel") for one in linears)
+
+    def block(x: Any, gate: Any) -> Any:
+        y = torch.nn.functional.layer_norm(x, (width,), eps=1e-6) * (1 + gate)
+        return x + gate * down(torch.nn.functional.gelu(up(y), approximate="tanh"))
+
+    def joint(text: Any, image: Any, gate: Any) -> Any:
+        return block(torch.cat([text, image], 1), gate)
+
+    torch._dynamo.reset()
+    run, alone = (torch.compile(one, fullgraph=True, dynamic=False) for one in (joint, block))
+    with torch.no_grad():
+        for batch, tokens in ((1, (512, 4096)), (2, (77, 300)), (1, (300, 3)), (3, (1, 130))):
+            x, gate = (torch.randn(batch, n, width, **options) for n in (sum(tokens), 1))
+            expected, slices = alone(x, gate), x.split(tokens, 1)
+            for parts in (slices, [one.clone() for one in slices]):
+                for _ in range(4):  # the last are launches of a graph
+                    assert torch.equal(run(*parts, gate), expected)
+
+
 def test_two_streams_write_where_joint_attention_reads() -> None:
     """Compiled, rows of both have the bits of the streams' own results."""
     torch.manual_seed(0)

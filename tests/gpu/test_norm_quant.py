@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cupyattn as ca
+from cupyattn.quant.blocks import STRATEGIES
 from tests.gpu.support import cupy, on_device
+from tests.quant.gemm_cases import product
 from tests.quant.norm_quant_cases import ACTIVATED, CASES, WIDE
+from tests.quant.quant_inputs import same_bytes
+from tests.quant.test_joint_rows import CASES as ROW_CASES
+from tests.quant.test_joint_rows import rows
 from tests.quant.test_norm_quant import REGIMES, fractions
 
 
@@ -79,3 +85,51 @@ def test_rotated_codes_multiply_as_the_rows_do() -> None:
         found = ca.int8_gemm(codes, scales, layer.codes, layer.scales, "float32").get()
         errors.append(np.linalg.norm(found - exact) / np.linalg.norm(exact))
     assert errors[1] <= 0.0135 and errors[1] < errors[0] / 4
+
+
+def in_two(whole: np.ndarray, split: int) -> list[tuple[Any, Any]]:
+    """Return slices of one array on a device, and two arrays."""
+    (moved,) = on_device(whole)
+    slices = moved[:, :split], moved[:, split:]
+    return [slices, (slices[0].copy(), slices[1].copy())]
+
+
+@pytest.mark.parametrize("name", ROW_CASES)
+def test_rows_of_two_tensors_are_their_concatenation(name: str) -> None:
+    """Codes, and the product that is added to such rows; a first and a repeated call."""
+    channels, dtype, steps, types = ROW_CASES[name]
+    if "activation" in steps:
+        pytest.skip("a device approximates activations")
+    for batch, count, split in ((1, 4608, 512), (2, 300, 77), (3, 133, 132), (2, 9, 0)):
+        whole = rows(batch, count, channels, dtype=dtype)
+        vectors = {
+            n: rows(*((batch, 1, channels) if n in ("scale", "shift") else (channels,)), dtype=t)
+            for n, t in types.items()
+        }
+        expected = ca.norm_quant(whole, **steps, **vectors)
+        given = device_arrays(vectors)
+        for first, below in in_two(whole, split):
+            for _ in range(2):
+                found = ca.norm_quant(first, below=below, **steps, **given)
+                assert same_bytes(tuple(x.get() for x in found), expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("arch", [None, "sm_80"])
+def test_a_product_is_added_to_rows_of_two_tensors(strategy: str, arch: str | None) -> None:
+    for batch, count, split, n in ((1, 300, 37, 256), (2, 150, 77, 192), (3, 100, 1, 40)):
+        p = product(
+            batch, (batch * count, n, 512), out_dtype="bfloat16", bias=True, strategy=strategy,
+            gates=batch,
+        )  # fmt: skip
+        by_batch = [x.reshape(batch, count, -1) for x in (p.a, p.a_scales)]
+        moved = p.but(**dict(zip(
+            ("a", "a_scales", "b", "b_scales", "bias", "gate"),
+            on_device(*by_batch, p.b, p.b_scales, p.bias, p.gate), strict=True,
+        )))  # fmt: skip
+        for first, below in in_two(p.residual.reshape(batch, count, n), split):
+            for _ in range(2):
+                c = moved.but(residual=first).run(residual_below=below, arch=arch).get()
+                assert p.share_of_bound(c.reshape(batch * count, n)) <= 1
+                if strategy == "channel":
+                    assert c.tobytes() == p.mirror().tobytes()

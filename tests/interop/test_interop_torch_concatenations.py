@@ -1,5 +1,5 @@
-"""Two tensors side by side that INT8 layers by channel read in place of their concatenation, and
-slices that are joined again.
+"""Two tensors that INT8 layers by channel read in place of their concatenation, side by side or one
+below the other, and slices that are joined again.
 
 Graphs run as Inductor's passes leave them, as in `test_interop_torch_epilogues`. The pass changes
 no number, so results have the bits of a graph that keeps the concatenation.
@@ -44,6 +44,7 @@ def run(
         with monkeypatch.context() as patch:
             if keeps:
                 patch.setattr(the_pass, "sides_of", lambda node: None)
+                patch.setattr(the_pass, "read_in_two", lambda graph: None)
             torch._dynamo.reset()
             found.append(epilogues.run(function, *given, **options))
     (y, graphs), (kept, whole) = found
@@ -194,6 +195,96 @@ def test_a_norm_whose_slices_are_joined_is_part_of_the_pass() -> None:
                for y, z in zip(found, function(tensors(2, 5, 128)), strict=True))  # fmt: skip
 
 
+# ---- rows of two tensors -------------------------------------------------------------------------
+
+
+def normed(x: Any, scale: Any) -> Any:
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], None, None, 1e-6)
+    return y * (1 + scale)
+
+
+def block(own: Any, text: Any, image: Any, scale: Any) -> Any:
+    """What is added to is what is normalised, as in a block of one stream."""
+    x = torch.cat([text, image], 1)
+    return x + scale * own[1](torch.nn.functional.silu(own[0](normed(x, scale))))
+
+
+#: How the rows lie: the function of whole (3, 12, 64), and the shape of a modulation.
+ROWS: dict[str, tuple[Callable[[Any], tuple[Any, Any]], tuple[int, ...]]] = {
+    "two tensors": (lambda x: (x[:, :5].contiguous(), x[:, 5:].contiguous()), (3, 1, LEFT)),
+    "slices of one": (lambda x: (x[:, :5], x[:, 5:]), (3, 1, LEFT)),
+    "image in front": (lambda x: (x[:, 7:], x[:, :7]), (3, 1, LEFT)),
+    "rows that all entries share": (
+        lambda x: (x[:1, :5].expand(3, -1, -1), x[:, 5:]), (3, 1, LEFT)
+    ),
+    "as many of each": (lambda x: (x[:, :6], x[:, :6] * 2), (LEFT,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_read_in_two(name: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    part, shape = ROWS[name]
+    own = [layer(RIGHT, LEFT), layer(LEFT, RIGHT)]
+    x, scale = tensors(3, 12, LEFT), tensors(*shape, seed=1)
+    before = x.clone()
+    _, graphs = run(
+        lambda x, scale: block(own, *part(x), scale), x, scale, dynamic=dynamic,
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert NORMED in graphs.names() and CAT not in graphs.names()
+    assert graphs.products()[-1]["residual_below"] is not None
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_other_types_are_read_in_two(
+    dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    own = [
+        interop.Int8Linear.from_linear(
+            torch.nn.Linear(n, m, dtype=dtype).requires_grad_(False), strategy="channel",
+            backend="mirror",
+        )
+        for n, m in ((LEFT, RIGHT), (RIGHT, LEFT))
+    ]  # fmt: skip
+    text, image = (tensors(2, n, LEFT, dtype=dtype, seed=n) for n in (5, 7))
+    scale = tensors(2, 1, LEFT, dtype=dtype)
+    _, graphs = run(
+        lambda *given: block(own, *given), text, image, scale, monkeypatch=monkeypatch
+    )
+    assert CAT not in graphs.names()
+
+
+#: Functions whose concatenation stays: something else reads it, or reads its numbers otherwise.
+KEPT_ROWS: dict[str, Callable[..., Any]] = {
+    "it is a result": lambda own, t, i, s: (own[0](normed(x := torch.cat([t, i], 1), s)), x),
+    "layers without a norm": lambda own, t, i, s: own[0](torch.cat([t, i], 1)),
+    "three tensors": lambda own, t, i, s: own[0](normed(torch.cat([t, i, t], 1), s)),
+    "entries": lambda own, t, i, s: own[0](normed(torch.cat([t, t + 1], 0), s[:1])),
+    "another type": lambda own, t, i, s: own[0](normed(torch.cat([t, i.float()], 1).half(), s)),
+    "columns that are rows": lambda own, t, i, s: own[0](
+        normed(torch.cat([t.mT.contiguous().mT, i], 1), s)
+    ),
+    "the norm stays": lambda own, t, i, s: own[0](normed(torch.cat([t, i], 1), s).sin()),
+}
+
+
+@pytest.mark.parametrize("name", KEPT_ROWS)
+def test_rows_that_others_read_stay_concatenated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    own = [layer(RIGHT, LEFT)]
+    text, image, scale = tensors(2, 5, LEFT), tensors(2, 7, LEFT, seed=1), tensors(2, 1, LEFT)
+    _, graphs = run(
+        lambda *given: KEPT_ROWS[name](own, *given), text, image, scale, monkeypatch=monkeypatch
+    )
+    assert CAT in graphs.names()
+
+
 # ---- blocks of diffusers -------------------------------------------------------------------------
 
 
@@ -208,7 +299,7 @@ def hunyuan_single() -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize(
     "made", [prologues.flux_single, pytest.param(hunyuan_single, marks=pytest.mark.slow)]
 )
-def test_single_blocks_store_no_concatenation_of_channels(
+def test_single_blocks_store_no_concatenation(
     made: Any, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("diffusers")
@@ -224,9 +315,10 @@ def test_single_blocks_store_no_concatenation_of_channels(
     )  # fmt: skip
     assert graphs.products()[-1]["right"] is not None
     if not dynamic:
-        assert NORMED in graphs.names() and graphs.names().count(CAT) == 1  # image and text
+        assert graphs.products()[-1]["residual_below"] is not None
+        assert NORMED in graphs.names() and CAT not in graphs.names()
     widths = [n.meta["val"].shape[-1] for n in graphs[-1].graph.nodes if str(n.target) == CAT]
-    assert all(width == prologues.WIDTH for width in widths)
+    assert all(width == prologues.WIDTH for width in widths)  # image and text
     assert not any("tanh" in name for name in graphs.names())
 
 

@@ -11,6 +11,7 @@ import pytest
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.compiler import ahead
 from cupyattn.ops.layers import LAYERS, LayersSettings
+from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import problem_of
 
 torch = pytest.importorskip("torch")
@@ -68,6 +69,15 @@ def test_the_module_that_reads_two_tensors_is_begun(begun: list[Any]) -> None:
     assert ("CFG_PAIRED", 1) in begun[0][0].defines and len(begun) == 2
 
 
+def test_the_modules_that_read_rows_of_two_tensors_are_begun(begun: list[Any]) -> None:
+    before = NormQuantSettings("layer", None, None, 1e-6, "channel", None)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        x, below = (fake((2, n, WIDTH), "bfloat16") for n in (16, 48))
+        layer = [fake((WIDTH, WIDTH), "int8"), fake((WIDTH, 1), "float32"), None, x, None, below]
+        precompile.begin(x, [layer], [""], None, None, below=below, before=before)
+    assert [("CFG_JOINT_ROWS", 1) in one.defines for one, _ in begun] == [True, True]
+
+
 def test_one_module_of_several_layers_is_begun(begun: list[Any]) -> None:
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         x, layer = fake((*ROWS, WIDTH), "bfloat16"), [fake((OUT, WIDTH), "int8")]
@@ -108,8 +118,11 @@ def test_the_pass_tells_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     weight = [(OUT, WIDTH), (3, 2), (OUT,)]
     assert forms == [
-        ((*ROWS, WIDTH), [[*weight, (*ROWS, OUT), None]], [""], [None, "mirror", None, None, None]),
         ((*ROWS, WIDTH), [weight, weight], ["", "silu"], [None, "mirror", None, None, None]),
+        (
+            (*ROWS, WIDTH), [[*weight, (*ROWS, OUT), None, None]], [""],
+            [None, "mirror", None, None, None],
+        ),
     ]
 
 

@@ -36,6 +36,8 @@ MIRRORS = {
     for m in COMMENT.finditer(Path(structs.__file__).read_text())
 }
 TABLES = {name: x for name, x in vars(structs).items() if isinstance(x, np.dtype)}
+#: Conditions on which structs derive from others: what the tables of these are called, by macro.
+CONDITIONS = {"PREPARED": ("CFG_QK_NORM", "PREPARED"), "JOINT_ROWS": ("CFG_JOINT_ROWS", "JOINT")}
 CUDA = sorted(path for path in kc.KERNELS.rglob("*") if path.suffix in (".cu", ".cuh"))
 #: NumPy types of fields, by C++ type.
 TYPES = {
@@ -55,15 +57,16 @@ def field_of(kind: str, name: str) -> tuple[str, np.dtype[Any]]:
 
 def declared(mirror: Mirror) -> tuple[str, list[tuple[str, np.dtype[Any]]]]:
     """Return the text of a struct, and its fields in order, with the base's fields first."""
+    conditions = "|".join(("true", *CONDITIONS))
     found = re.search(
-        rf"struct {re.escape(mirror.struct)} (?:: (\w+)(?:<(true|PREPARED)>)? )?\{{(.*?)\}};",
+        rf"struct {re.escape(mirror.struct)} (?:: (\w+)(?:<({conditions})>)? )?\{{(.*?)\}};",
         code(kc.KERNELS / mirror.file),
         re.DOTALL,
     )
     assert found is not None, f"{mirror.file} has no struct {mirror.struct}"
     base, condition, body = found.groups()
     fields = []
-    if base and (condition != "PREPARED" or mirror.defines):
+    if base and (condition not in CONDITIONS or mirror.defines):
         struct = f"{base}<true>" if condition else base
         (of_base,) = (other for other in MIRRORS.values() if other.struct == struct)
         fields += declared(of_base)[1]
@@ -71,6 +74,16 @@ def declared(mirror: Mirror) -> tuple[str, list[tuple[str, np.dtype[Any]]]]:
         kind, _, names = " ".join(line.split()).replace(", ", ",").rpartition(" ")
         fields += [field_of(kind, name) for name in names.split(",") if name]
     return found[0], fields
+
+
+def headers_of(mirror: Mirror) -> list[str]:
+    """Return the headers that declare a struct, or what the text of a kernel's struct names."""
+    if mirror.file.endswith(".cuh"):
+        return [mirror.file]
+    named = re.findall(r": (\w+)<", declared(mirror)[0])
+    structs = {f"{name}<true>" for name in named}
+    bases = {other.file for other in MIRRORS.values() if other.struct in structs}
+    return ["prims/params.cuh", *sorted(one for one in bases if one.endswith(".cuh"))]
 
 
 def in_kernel(mirror: Mirror) -> str:
@@ -82,9 +95,9 @@ def in_kernel(mirror: Mirror) -> str:
 def check_layout(table: np.dtype[Any], mirror: Mirror, folder: Path) -> None:
     """Let the compiler say where the fields of a struct lie, and how large they are."""
     struct = mirror.struct
-    header = mirror.file if mirror.file.endswith(".cuh") else "prims/params.cuh"
-    lines = [f'#include "{header}"']
-    lines += [] if header == mirror.file else [in_kernel(mirror)]
+    headers = headers_of(mirror)
+    lines = [f'#include "{header}"' for header in headers]
+    lines += [] if mirror.file in headers else [in_kernel(mirror)]
     lines += [f"static_assert(sizeof({struct}) == {table.itemsize});"]
     for name, (kind, offset, *_) in (table.fields or {}).items():
         # offsetof of the compiler's front end: NVRTC brings no <cstddef>
@@ -99,7 +112,8 @@ def test_every_table_names_its_struct() -> None:
     assert set(MIRRORS) == set(TABLES)
     for name, mirror in MIRRORS.items():
         words = re.findall(r"[A-Z][a-z]+", mirror.struct)
-        assert name == "_".join(["PREPARED"] * len(mirror.defines) + words).upper()
+        of_macro = dict(CONDITIONS.values())
+        assert name == "_".join([*(of_macro[n] for n, _ in mirror.defines), *words]).upper()
 
 
 def test_every_struct_has_its_table() -> None:
@@ -108,7 +122,8 @@ def test_every_struct_has_its_table() -> None:
     for path in CUDA:
         file = path.relative_to(kc.KERNELS).as_posix()
         heads = re.findall(r"struct (\w+Params(?:<\w+>)?)( : [\w<>]+)? \{(?!\})", code(path))
-        expected.update({(struct, file): 1 + ("<PREPARED>" in base) for struct, base in heads})
+        for struct, base in heads:
+            expected[struct, file] = 1 + any(f"<{one}>" in base for one in CONDITIONS)
     assert Counter((mirror.struct, mirror.file) for mirror in MIRRORS.values()) == expected
 
 

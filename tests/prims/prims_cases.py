@@ -29,6 +29,7 @@ from tests.prims.prims_gemm_cases import GEMM_PRIMS
 from tests.prims.prims_gradient_bias_cases import GRADIENT_BIAS_PRIMS
 from tests.prims.prims_gradient_cases import GRADIENT_PRIMS, GRADIENT_SM90_PRIMS
 from tests.prims.prims_hopper_cases import hopper_prims
+from tests.prims.prims_joint_rows_cases import JOINT_ROWS_PRIMS
 from tests.prims.prims_mask_bits_cases import MASK_BITS_PRIMS
 from tests.prims.prims_mma_cases import MMA_PRIMS
 from tests.prims.prims_p_cases import P_PRIMS
@@ -334,6 +335,7 @@ PRIMS = [
     ),
     *EXP2_PRIMS, *RCP_PRIMS,
     *FINITE_PRIMS,
+    *JOINT_ROWS_PRIMS,
     Prim("warp", "warp", "warp", 64, warp_arguments, warp_expected),
     *MMA_PRIMS,
     Prim(

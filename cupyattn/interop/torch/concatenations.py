@@ -1,7 +1,8 @@
 """Recognise concatenations before INT8 layers and attention in Inductor's graphs.
 
 The pass that quantises rows reads the channels of two tensors, so that their concatenation is not
-stored. Slices that are concatenated in their order are the tensor of which they are slices.
+stored. With a norm before, it reads the rows of two tensors, and so does a product that is added to
+them. Slices that are concatenated in their order are the tensor of which they are slices.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
-from cupyattn.interop.torch.graph_nodes import same, value_of
+from cupyattn.interop.torch import linear_parts
+from cupyattn.interop.torch.graph_nodes import is_length, keep_strides, same, value_of
 
 _aten = torch.ops.aten
+#: Arguments of our operators that are rows, with the argument that takes further rows.
+_BELOW = {"x": "below", "residual": "residual_below"}
 
 
 def sides_of(node: Node) -> tuple[Node, Node] | None:
@@ -36,6 +41,45 @@ def sides_of(node: Node) -> tuple[Node, Node] | None:
         return None
     left, right = tensors
     return (left, right) if all(_goes_with(like, value_of(x)) for x in tensors) else None
+
+
+def read_in_two(graph: Graph) -> None:
+    """Let layers read rows of text and image in two tensors, not in their concatenation.
+
+    It stays if anything else reads it.
+    """
+    for node in graph.nodes:
+        parts, axis = concatenated(node)
+        if len(parts) != 2:
+            continue
+        like = value_of(node)
+        if like.dim() not in (2, 3) or axis != like.dim() - 2:
+            continue
+        readers = [user for user in node.users if not is_length(user)]
+        calls = [_in_two(user, node, *parts) for user in readers]
+        if all(_has_rows_of(like, value_of(part)) for part in parts) and None not in calls:
+            for user, arguments in zip(readers, calls, strict=True):
+                user.args = arguments
+                keep_strides(user)
+
+
+def _has_rows_of(like: Any, part: Any) -> bool:
+    """Whether a tensor has the type and the axes of another, and rows that are contiguous."""
+    alike = part.dtype == like.dtype and part.dim() == like.dim()
+    return alike and same(part.stride()[-1:], [1])
+
+
+def _in_two(reader: Node, rows: Node, first: Node, below: Node) -> tuple[Any, ...] | None:
+    """Return the arguments of a call that reads two parts of its rows; None if it does not."""
+    if reader.target not in linear_parts.CALLS or reader.kwargs:
+        return None
+    named = linear_parts.CALLS[reader.target](*reader.args)._asdict()
+    for name, further in _BELOW.items():
+        if named[name] is rows and further in named:
+            named |= {name: first, further: below}
+    left: list[Node] = []
+    map_arg(tuple(named.values()), left.append)
+    return None if rows in left else tuple(named.values())
 
 
 def join_slices(layers: Iterable[Node]) -> None:

@@ -12,16 +12,17 @@ import functools
 import hashlib
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from cupyattn.interop.torch import attention_rows, inductor_calls, linear_parts, precompile
 from cupyattn.interop.torch.activation_nodes import activated, gated, pattern
-from cupyattn.interop.torch.concatenations import join_slices, sides_of
+from cupyattn.interop.torch.concatenations import join_slices, read_in_two, sides_of
 from cupyattn.interop.torch.graph_nodes import (
     CONVERT,
     insert_call,
@@ -144,6 +145,9 @@ def fuse(graph: Graph) -> None:
             _replace_by_layer(graph, *found_of.popitem())
         else:
             _replace_by_layers(graph, found_of)
+    graph.eliminate_dead_code()  # the steps that layers have taken over
+    read_in_two(graph)
+    _begin_to_compile(graph)
     join_rows(graph)
     graph.eliminate_dead_code()
 
@@ -184,10 +188,9 @@ def _groups(layers: Sequence[Node]) -> Iterator[list[Node]]:
 def _replace_by_layer(graph: Graph, node: Node, found: _Epilogue) -> None:
     _, weight, weight_scale, bias, _, *where = _arguments(node)
     x, right = _sides([node])
-    where.append(right)
+    where += [right, None]
     beside = found.residual, found.gate, found.activation
     args = x, weight, weight_scale, bias, *beside, *where
-    _begin_to_compile(x, [args[1:6]], [found.activation], where)
     with graph.inserting_before(found.end):
         made = insert_call(graph, linear_parts.layer, args, value_of(found.end))
     found.end.replace_all_uses_with(made)
@@ -202,7 +205,6 @@ def _replace_by_layers(graph: Graph, found: Mapping[Node, _Epilogue]) -> None:
     activations = [one.activation for one in found.values()]
     vals = [value_of(one.end) for one in found.values()]
     args = x, *operands, activations, *where
-    _begin_to_compile(x, zip(*operands, strict=True), activations, where)
     with graph.inserting_before(first):
         made = insert_call(graph, linear_parts.layers, args, vals)
         parts = [insert_call(graph, operator.getitem, (made, i), x) for i, x in enumerate(vals)]
@@ -251,11 +253,6 @@ def _replace_by_normed(
         scales, biases,
         one.residual, one.gate, [each.activation for each in found.values()], arch, backend,
     )  # fmt: skip
-    values = [[value_of(x) for x in layer] for layer in call.layers]
-    precompile.begin(
-        value_of(call.x), values, call.activations, arch, backend, before=call.before,
-        vectors=[value_of(x) for x in call.vectors],
-    )  # fmt: skip
     vals = [value_of(each.end) for each in found.values()]
     with graph.inserting_before(place):
         made = insert_call(graph, linear_parts.normed_layers, tuple(call), vals)
@@ -264,11 +261,12 @@ def _replace_by_normed(
         each.end.replace_all_uses_with(part)
 
 
-def _begin_to_compile(
-    x: Node, layers: Iterable[Sequence[Any]], activations: Sequence[str], where: Any
-) -> None:
-    values = [[value_of(one) for one in layer] for layer in layers]
-    precompile.begin(value_of(x), values, activations, *map(value_of, where))
+def _begin_to_compile(graph: Graph) -> None:
+    for node in graph.nodes:
+        call = linear_parts.CALLS.get(node.target)
+        if call is not None:
+            given, named = call(*map_arg(node.args, value_of)).multiplied
+            precompile.begin(*given, **named)
 
 
 def _epilogue(layer: Node) -> _Epilogue:

@@ -22,7 +22,7 @@ from cupyattn.plans.norm_quant import VECTORS
 from cupyattn.quant.activation import columns_of
 
 #: Operands of a product, except codes and scales of x, by the names of the plan's buffers.
-OPERANDS = ("b", "b_scales", "bias", "residual", "gate")
+OPERANDS = ("b", "b_scales", "bias", "residual", "gate", "residual_below")
 #: These, and the tensor that receives the result.
 _TENSORS = (*OPERANDS, "c")
 _OPERANDS = len(OPERANDS)
@@ -38,6 +38,7 @@ def multiply(
     smooth: Tensor | None = None,
     right: Tensor | None = None,
     *,
+    below: Tensor | None = None,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
 ) -> list[Tensor]:
@@ -47,8 +48,9 @@ def multiply(
     ----------
     x : Tensor, (..., in)
     layers : sequence
-        For each layer its weight, the weight's scales, bias, residual, gate, and the tensor that
-        receives the result; None, or left out at the end, where there is no such tensor.
+        For each layer its weight, the weight's scales, bias, residual, gate, further rows of the
+        residual, and the tensor that receives the result; None, or left out at the end, where there
+        is no such tensor.
     activations : tuple of str
         Activation of each layer; "" for none.
     arch, backend : str, optional
@@ -59,6 +61,8 @@ def multiply(
         What rows are multiplied by before they are rotated.
     right : Tensor, (..., others), optional
         Channels after the channels of x, for layers by channel without `rotate` and `smooth`.
+    below : Tensor, optional
+        Rows after the rows of x, with `before`.
     before : NormQuantSettings, optional
         In place of both: the steps on rows before they are quantised.
     vectors : sequence
@@ -74,7 +78,7 @@ def multiply(
         before, vectors = steps_before(rotate, smooth is not None), (smooth,)
     settings = LayersSettings(dtype, activations, arch, backend, before)
     found: list[Tensor] = run(
-        LAYERS, settings, named(x, layers, vectors, right), library=_OF_LAYERS
+        LAYERS, settings, named(x, layers, vectors, right=right, below=below), library=_OF_LAYERS
     )
     return found
 
@@ -83,11 +87,11 @@ def named(
     x: Tensor,
     layers: Sequence[Sequence[Tensor | None]],
     vectors: Sequence[Tensor | None] = (),
-    right: Tensor | None = None,
+    **further: Tensor | None,
 ) -> dict[str, Tensor]:
     """Return the tensors of `multiply` by the names of the plan's buffers."""
-    tensors = {"x": x} if right is None else {"x": x, "right": right}
-    given = zip(VECTORS, vectors, strict=False)
+    tensors = {"x": x}
+    given = [*further.items(), *zip(VECTORS, vectors, strict=False)]
     tensors |= {name: vector for name, vector in given if vector is not None}
     for number, layer in enumerate(layers):
         for name, tensor in zip(_names(number), layer, strict=False):
@@ -97,6 +101,8 @@ def named(
 
 
 _OF_LAYERS = Tensors()
+#: Arguments of `multiply`, by their places and by their names.
+Multiplied = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @functools.cache
@@ -106,10 +112,15 @@ def _names(number: int) -> tuple[str, ...]:
 
 
 def results_of(
-    x: Tensor, layers: Sequence[Sequence[Tensor | None]], activations: Sequence[str]
+    x: Tensor,
+    layers: Sequence[Sequence[Tensor | None]],
+    activations: Sequence[str],
+    below: Tensor | None = None,
 ) -> list[Tensor]:
     """Return empty tensors for the layers' results; fake tensors if the operands are fake."""
     rows = x.shape[:-1]
+    if below is not None:
+        rows = (*rows[:-1], rows[-1] + below.shape[-2])
     weights = (layer[0] for layer in layers if layer[0] is not None)
     return [
         x.new_empty((*rows, columns_of(weight.shape[0], activation)))
@@ -117,39 +128,74 @@ def results_of(
     ]
 
 
-def run_layer(x: Tensor, *arguments: Any) -> Tensor:
+class Layer(NamedTuple):
+    """The arguments of ``int8_layer``, in their order."""
+
+    x: Any
+    weight: Any
+    weight_scale: Any
+    bias: Any
+    residual: Any
+    gate: Any
+    activation: str
+    arch: str | None
+    backend: str | None
+    rotate: str | None = None
+    smooth: Any = None
+    right: Any = None
+    residual_below: Any = None
+
+    @property
+    def multiplied(self) -> Multiplied:
+        """The arguments of `multiply`."""
+        own = self.weight, self.weight_scale, self.bias, self.residual, self.gate
+        where = self.arch, self.backend, self.rotate, self.smooth, self.right
+        return (self.x, [(*own, self.residual_below)], (self.activation,), *where), {}
+
+
+def run_layer(*arguments: Any) -> Tensor:
     """Run ``int8_layer`` without the operator: the same arguments."""
-    operands, (activation, *where) = arguments[:_OPERANDS], arguments[_OPERANDS:]
-    (y,) = multiply(x, (operands,), (activation,), *where)
+    given, named = Layer(*arguments).multiplied
+    (y,) = multiply(*given, **named)
     return y
 
 
-def _layer_fake(x: Tensor, *arguments: Any) -> Tensor:
-    weight, activation = arguments[0], arguments[_OPERANDS]
-    (y,) = results_of(x, ((weight,),), (activation,))
+def _layer_fake(*arguments: Any) -> Tensor:
+    call = Layer(*arguments)
+    (y,) = results_of(call.x, ((call.weight,),), (call.activation,))
     return y
 
 
-def _layers(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    activations: Sequence[str],
-    arch: str | None,
-    backend: str | None,
-    rotate: str | None = None,
-    smooth: Tensor | None = None,
-    right: Tensor | None = None,
-) -> list[Tensor]:
-    _check_counts(weights, scales, biases, activations)
-    operands = [*zip(weights, scales, biases, strict=True)]
-    return multiply(x, operands, tuple(activations), arch, backend, rotate, smooth, right)
+class Layers(NamedTuple):
+    """The arguments of ``int8_layers``, in their order."""
+
+    x: Any
+    weights: Sequence[Any]
+    weight_scales: Sequence[Any]
+    biases: Sequence[Any]
+    activations: Sequence[str]
+    arch: str | None
+    backend: str | None
+    rotate: str | None = None
+    smooth: Any = None
+    right: Any = None
+
+    @property
+    def multiplied(self) -> Multiplied:
+        """The arguments of `multiply`."""
+        _check_counts(*self[1:5])
+        layers = [*zip(self.weights, self.weight_scales, self.biases, strict=True)]
+        return (self.x, layers, tuple(self.activations), *self[5:]), {}
 
 
-def _layers_fake(x: Tensor, weights: Sequence[Tensor], *others: Any) -> list[Tensor]:
-    _check_counts(weights, *others[:3])
-    return results_of(x, [(weight,) for weight in weights], others[2])
+def _layers(*arguments: Any) -> list[Tensor]:
+    given, named = Layers(*arguments).multiplied
+    return multiply(*given, **named)
+
+
+def _layers_fake(*arguments: Any) -> list[Tensor]:
+    (x, layers, activations, *_), _ = Layers(*arguments).multiplied
+    return results_of(x, layers, activations)
 
 
 def _check_counts(*lists: Sequence[Any]) -> None:
@@ -185,11 +231,16 @@ class NormedLayers(NamedTuple):
     activations: Sequence[str]
     arch: str | None
     backend: str | None
+    #: Rows after the rows of x, and after the rows of the residual.
+    below: Any = None
+    residual_below: Any = None
 
     @property
     def layers(self) -> list[tuple[Any, ...]]:
         """The tensors of each layer, as `multiply` takes them."""
-        beside = (self.residual, self.gate) if self.residual is not None else ()
+        beside: tuple[Any, ...] = ()
+        if self.residual is not None:
+            beside = self.residual, self.gate, self.residual_below
         own = zip(self.weights, self.weight_scales, self.biases, strict=True)
         return [(*tensors, *beside) for tensors in own]
 
@@ -204,6 +255,12 @@ class NormedLayers(NamedTuple):
         """The tensors of these operations, as `multiply` takes them."""
         return self.norm_weight, self.norm_bias, self.scale, self.shift
 
+    @property
+    def multiplied(self) -> Multiplied:
+        """The arguments of `multiply`."""
+        given = self.x, self.layers, tuple(self.activations), self.arch, self.backend
+        return given, {"below": self.below, "before": self.before, "vectors": self.vectors}
+
 
 def _checked_call(arguments: Sequence[Any]) -> NormedLayers:
     """Return a call, whose lists are of the same layers and whose epilogue is of one."""
@@ -213,22 +270,22 @@ def _checked_call(arguments: Sequence[Any]) -> NormedLayers:
         raise ValueError(
             f"residual goes with one layer, got {len(call.weights)}: call the operator for each"
         )
-    if call.gate is not None and call.residual is None:
-        raise ValueError("gate goes with residual, got residual=None: give zeros to add nothing")
+    for name in ("gate", "residual_below"):
+        if getattr(call, name) is not None and call.residual is None:
+            raise ValueError(
+                f"{name} goes with residual, got residual=None: give zeros to add nothing"
+            )
     return call
 
 
 def _normed_layers(*arguments: Any) -> list[Tensor]:
-    call = _checked_call(arguments)
-    return multiply(
-        call.x, call.layers, tuple(call.activations), call.arch, call.backend, before=call.before,
-        vectors=call.vectors,
-    )  # fmt: skip
+    given, named = _checked_call(arguments).multiplied
+    return multiply(*given, **named)
 
 
 def _normed_layers_fake(*arguments: Any) -> list[Tensor]:
     call = _checked_call(arguments)
-    return results_of(call.x, call.layers, call.activations)
+    return results_of(call.x, call.layers, call.activations, call.below)
 
 
 def _call_into(arguments: Sequence[Any]) -> tuple[NormedLayers, list[tuple[Any, ...]]]:
@@ -248,10 +305,8 @@ def _normed_layers_into(*arguments: Any) -> None:
     call, layers = _call_into(arguments)
     if autograd_state(arguments)[0]:
         _refuse_several()
-    multiply(
-        call.x, layers, tuple(call.activations), call.arch, call.backend, before=call.before,
-        vectors=call.vectors,
-    )  # fmt: skip
+    (x, _, *others), named = call.multiplied
+    multiply(x, layers, *others, **named)
 
 
 def _normed_layers_into_fake(*arguments: Any) -> None:
@@ -262,7 +317,7 @@ layer = define(
     "int8_layer",
     "Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, Tensor? gate, "
     "str activation, str? arch, str? backend, str? rotate=None, Tensor? smooth=None, "
-    "Tensor? right=None",
+    "Tensor? right=None, Tensor? residual_below=None",
     "Tensor", run_layer, _layer_fake,
 )  # fmt: skip
 layers = define(
@@ -276,7 +331,8 @@ layers = define(
 _NORMED = (
     "Tensor x, Tensor? norm_weight, Tensor? norm_bias, Tensor? scale, Tensor? shift, str? norm, "
     "float eps, str row_activation, str? rotate, Tensor[] weights, Tensor[] weight_scales, "
-    "Tensor?[] biases, Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend"
+    "Tensor?[] biases, Tensor? residual, Tensor? gate, str[] activations, str? arch, str? backend, "
+    "Tensor? below, Tensor? residual_below"
 )
 normed_layers = define(
     "int8_normed_layers", _NORMED, "Tensor[]", _normed_layers, _normed_layers_fake
@@ -286,6 +342,10 @@ normed_layers_into = define(
     "int8_normed_layers_into", f"{_NORMED}, Tensor(a!)[] out", "()", _normed_layers_into,
     _normed_layers_into_fake,
 )  # fmt: skip
+
+
+#: The arguments of calls that replace layers in graphs, by operator.
+CALLS: dict[Any, Any] = {layer: Layer, layers: Layers, normed_layers: NormedLayers}
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

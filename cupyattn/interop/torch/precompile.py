@@ -22,6 +22,7 @@ from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
 from cupyattn.ops.operation import problem_of
 from cupyattn.problem.gemm_form import PORTABLE_ROWS
+from cupyattn.problem.joint_rows import joined
 
 
 def begin(
@@ -34,6 +35,7 @@ def begin(
     smooth: Tensor | None = None,
     right: Tensor | None = None,
     *,
+    below: Tensor | None = None,
     before: NormQuantSettings | None = None,
     vectors: Sequence[Tensor | None] = (),
 ) -> None:
@@ -41,13 +43,13 @@ def begin(
 
     Parameters
     ----------
-    x, layers, activations, arch, backend, rotate, smooth, right, before, vectors
+    x, layers, activations, arch, backend, rotate, smooth, right, below, before, vectors
         As for that function; the tensors are fake, and only their forms are read. Calls with few
         rows or symbolic lengths are compiled when they first run.
     """
     if before is None:
         before, vectors = steps_before(rotate, smooth is not None), (smooth,)
-    tensors = named(x, layers, vectors, right)
+    tensors = named(x, layers, vectors, right=right, below=below)
     known = all(isinstance(n, int) for tensor in tensors.values() for n in tensor.shape)
     if x.device.type != "cuda" or backend == "mirror" or not known:
         return
@@ -86,7 +88,7 @@ def sources(
         As for that function.
     """
     arrays = {n: Described.contiguous(n, shape, dtype_of(n, dtype)) for n, shape, dtype in forms}
-    x = arrays["x"]
+    x = joined(arrays["x"], arrays.get("below"))
     if math.prod(x.shape[:-1]) <= PORTABLE_ROWS:
         return []
     if arch is None and capability == HOPPER_CAPABILITY:

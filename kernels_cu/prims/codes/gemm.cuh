@@ -7,6 +7,7 @@
 #include "prims/instructions/exp2.cuh"
 #include "prims/instructions/mma.cuh"
 #include "prims/instructions/warp.cuh"
+#include "prims/io/joint_rows.cuh"
 
 constexpr int SLICE = 128;                     // codes along k that share a scale; bytes of a
                                                // row that a step of the loop multiplies
@@ -17,7 +18,7 @@ constexpr float SQRT_2_OVER_PI = 0.79788456080286535588f;
 constexpr float GELU_CUBIC = 0.044715f;  // of tanh's argument, by definition of that form
 
 // cupyattn/plans/structs.py packs it from one table of (name, type); a test compares the two.
-struct GemmParams {
+struct GemmParams : JointRowsParams<JOINT_ROWS> {
   const int8_t* A;       // [m, k]
   const int8_t* B;       // [n, k]; with GLU [2 n, k], as all that follows of its rows
   const float* A_scale;  // [m, ceil(k / SLICE)]; of channels [m, 1]
@@ -26,7 +27,8 @@ struct GemmParams {
   const void* bias;      // [n] of bias_t; not read unless BIAS
   const int8_t* A_16;    // [m, outliers] of outlier_t, as bytes; not read unless OUTLIERS, nor is
   const int8_t* B_16;    // [n, outliers] of outlier_t, as bytes       what follows of them
-  const void* residual;  // [m, n] of elem_t; not read unless RESIDUAL
+  const void* residual;  // [m, n] of elem_t; not read unless RESIDUAL; JOINT_ROWS: the first
+                         // `split` rows of each batch entry, the others lie in `below`
   const void* gate;      // [ceil(m / gate_rows), n] of gate_t; not read unless GATE
   int64_t A_stride;      // from one row to the next: bytes
   int64_t B_stride;
@@ -231,8 +233,8 @@ __device__ __forceinline__ void add_residual(
     const GemmParams& p, int row, int col, Vec<float, COLS>& y) {
   if constexpr (RESIDUAL) {
     const int own = min(row, p.m - 1);  // past the last row that of the last
-    const auto residual =
-        columns_of<COLS>(p, static_cast<const elem_t*>(p.residual) + own * p.residual_stride, col);
+    const elem_t* addend = row_of(p, p.residual, own, p.residual_stride);  // [n]
+    const auto residual = columns_of<COLS>(p, addend, col);
     Vec<float, COLS> gate;
 #pragma unroll
     for (int j = 0; j < COLS; ++j) gate.v[j] = 1.0f;
