@@ -10,7 +10,8 @@ import pytest
 
 import cupyattn as ca
 from cupyattn.quant.blocks import STRATEGIES
-from tests.gpu.support import cupy, on_device
+from tests.gpu.support import arch_of, cupy, on_device
+from tests.gpu.test_gemm import FORMS
 from tests.quant.gemm_cases import product
 from tests.quant.norm_quant_cases import ACTIVATED, CASES, WIDE
 from tests.quant.quant_inputs import same_bytes
@@ -115,8 +116,9 @@ def test_rows_of_two_tensors_are_their_concatenation(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("arch", [None, "sm_80"])
-def test_a_product_is_added_to_rows_of_two_tensors(strategy: str, arch: str | None) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_is_added_to_rows_of_two_tensors(form: str, strategy: str) -> None:
+    arch = arch_of("gemm@sm90" if form == "sm90" else "gemm")
     for batch, count, split, n in ((1, 300, 37, 256), (2, 150, 77, 192), (3, 100, 1, 40)):
         p = product(
             batch, (batch * count, n, 512), out_dtype="bfloat16", bias=True, strategy=strategy,
