@@ -48,7 +48,7 @@ from experiments.tuning.race import parse_cell
 
 FOLDER = Path(__file__).parent / "designs"
 #: Query heads by head_dim, and the cells.
-HEADS = {128: 40, 256: 16}
+HEADS = {64: 32, 128: 40, 256: 16}
 CELLS = ("256:16384", "256:4096", "256:16384c", "128:16384", "128:8192c")
 #: Buffers of what a backward pass is given, in its order.
 BUFFERS = ("d_out", "q", "k", "v", "o", "lse")
