@@ -26,6 +26,7 @@ from experiments.speed.backward import (
     BESIDE_DETERMINISTIC,
     DETERMINISTIC,
 )
+from experiments.speed.backward_scores import BESIDE_PEERS, TAKEN
 from experiments.speed.ladder import called
 from experiments.tuning import breakdown, counters
 
@@ -122,8 +123,8 @@ def rungs(ladder: Record) -> list[str]:
     return lines[1:]
 
 
-def gradients(backward: Record, energy_backward: Record) -> list[str]:
-    """Rate of the backward pass beside other libraries, by head_dim, and its energy."""
+def gradients(backward: Record, energy_backward: Record, backward_scores: Record) -> list[str]:
+    """Rate of the backward pass beside other libraries, its energy, and scores that change."""
     compared = (BESIDE_BEST, "beside cuDNN", BESIDE_DETERMINISTIC)
     groups: dict[tuple[int, bool], list[Record]] = {}
     for found in backward["problems"]:
@@ -153,7 +154,30 @@ def gradients(backward: Record, energy_backward: Record) -> list[str]:
             ["", *(name.removeprefix("torch SDPA, ") for name in COUNTED)],
             joules_of(energy_backward),
         ),
+        "",
+        "With masks, a bias and a softcap, in bfloat16, beside the fastest of cuDNN, FlexAttention",
+        "and torch's memory-efficient kernels:",
+        "",
+        *markdown(
+            ["head_dim, keys", "feature", "time", "TFLOP/s", "fastest", "beside it"],
+            changed_scores(backward_scores),
+        ),
     ]
+
+
+def changed_scores(record: Record) -> list[list[str]]:
+    """Return rows with the rate of each feature of scores, and the fastest library beside it."""
+    table = []
+    for found in record["cells"]:
+        head_dim, keys, _ = found["cell"].split(":")
+        ours = next(row for row in found["rows"] if row["variant"] == TAKEN)
+        peers = [row for row in found["rows"] if row["peer"] and "seconds" in row]
+        table.append([
+            f"{head_dim}, {int(keys):,}", found["feature"], format_seconds(ours["seconds"]),
+            f"{ours['tflops']:.0f}", min(peers, key=lambda row: row["seconds"])["variant"],
+            interval(found[BESIDE_PEERS]),
+        ])  # fmt: skip
+    return table
 
 
 def joules_of(energy_backward: Record) -> list[list[str]]:
@@ -522,7 +546,7 @@ PARTS = (
     Part("8 bits by distribution", ("accuracy_int8",), errors_by_distribution),
     Part("INT8 linear layers", ("int8_layers",), linear_layers),
     Part("Shapes of diffusion models", ("diffusion_shapes",), shapes),
-    Part("Gradients", ("backward", "energy_backward"), gradients),
+    Part("Gradients", ("backward", "energy_backward", "backward_scores"), gradients),
     Part("Components: Q K^T, softmax, P V by leaving one out", ("breakdown",), components),
     Part("Critical path", ("breakdown",), critical_path),
     Part("Memory footprint", ("long_sequences",), footprint),
