@@ -75,5 +75,6 @@ extern "C" __global__ __launch_bounds__(256, 1) void sums(
   __syncthreads();  // all sums have been added to
   gather_query_sums(own, tile);
 #pragma unroll
-  for (int i = 0; i < QUERY_SUMS; ++i) loaded[(box * QUERY_SUMS + i) * WARPGROUP + thread] = own[i];
+  for (int i = 0; i < QUERY_SUMS; ++i)
+    loaded[(box * QUERY_SUMS + i) * WARPGROUP + thread] = own[i];
 }

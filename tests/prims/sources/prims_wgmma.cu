@@ -6,9 +6,9 @@
 #include "prims/instructions/warp.cuh"
 #include "prims/instructions/wgmma.cuh"
 
-constexpr int M = 128, N = BLOCK_KV, K = HEAD_DIM;  // ss: A [M, K], B [N, K]
-constexpr int KEYS = 48;                            // rs: A [64, KEYS], B [KEYS, N]
-constexpr int COLS = 64;                            // of a box: 128 bytes
+constexpr int M = 128, N = BLOCK_KV, K = HEAD_DIM;   // ss: A [M, K], B [N, K]
+constexpr int KEYS = 48;                             // rs: A [64, KEYS], B [KEYS, N]
+constexpr int COLS = 64;                             // of a box: 128 bytes
 constexpr int K_BOXES = ceil_div(K, COLS), N_BOXES = ceil_div(N, COLS);
 
 struct SharedStorage {
@@ -39,15 +39,15 @@ __device__ void place(elem_t (&boxes)[BOXES][ROWS * COLS], const elem_t* X, int 
 __device__ void store(float* C, const float (&c)[N / 2]) {
   const int row = warp_id() % 4 * 16 + lane_id() / 4, col = lane_id() % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) C[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + col + i % 2] = c[i];
+  for (int i = 0; i < N / 2; ++i)
+    C[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + col + i % 2] = c[i];
 }
 
 // Both operands in shared memory, for two warpgroups: D = A B^T, and then 1 + A B^T.
-extern "C" __global__ __launch_bounds__(256, 1) void ss(
-    const elem_t* A,  // [M, K]
-    const elem_t* B,  // [N, K]
-    float* D,         // [M, N]
-    float* sum) {     // [M, N]
+extern "C" __global__ __launch_bounds__(256, 1) void ss(const elem_t* A,  // [M, K]
+                                                       const elem_t* B,  // [N, K]
+                                                       float* D,         // [M, N]
+                                                       float* sum) {     // [M, N]
   SharedStorage& smem = shared_storage();
   place<M>(smem.A, A, K);
   place<N>(smem.B, B, K);
@@ -76,10 +76,9 @@ extern "C" __global__ __launch_bounds__(256, 1) void ss(
 }
 
 // The same by descriptors of 64 bits: D = 1 - A B^T.
-extern "C" __global__ __launch_bounds__(256, 1) void ss_minus(
-    const elem_t* A,  // [M, K]
-    const elem_t* B,  // [N, K]
-    float* D) {       // [M, N]
+extern "C" __global__ __launch_bounds__(256, 1) void ss_minus(const elem_t* A,  // [M, K]
+                                                             const elem_t* B,  // [N, K]
+                                                             float* D) {       // [M, N]
   SharedStorage& smem = shared_storage();
   place<M>(smem.A, A, K);
   place<N>(smem.B, B, K);
@@ -105,10 +104,9 @@ extern "C" __global__ __launch_bounds__(256, 1) void ss_minus(
 }
 
 // A in registers, B in shared memory with its rows along N: D = 1 + A B.
-extern "C" __global__ __launch_bounds__(128, 1) void rs(
-    const elem_t* A,  // [64, KEYS]
-    const elem_t* B,  // [KEYS, N]
-    float* D) {       // [64, N]
+extern "C" __global__ __launch_bounds__(128, 1) void rs(const elem_t* A,  // [64, KEYS]
+                                                       const elem_t* B,  // [KEYS, N]
+                                                       float* D) {       // [64, N]
   SharedStorage& smem = shared_storage();
   place<KEYS>(smem.V, B, N);
   fence_proxy_async();
@@ -117,8 +115,8 @@ extern "C" __global__ __launch_bounds__(128, 1) void rs(
   uint32_t a[KEYS / 16][4];
 #pragma unroll
   for (int i = 0; i < KEYS / 4; ++i)
-    a[i / 4][i % 4] =
-        *reinterpret_cast<const uint32_t*>(A + (row + i % 2 * 8) * KEYS + i / 2 * 8 + col);
+    a[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(
+        A + (row + i % 2 * 8) * KEYS + i / 2 * 8 + col);
   float c[N / 2];
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
@@ -161,11 +159,10 @@ __device__ void ss_with_columns(
   }
 }
 
-extern "C" __global__ __launch_bounds__(128, 1) void ss_columns(
-    const elem_t* A,  // [64, KEYS]
-    const elem_t* B,  // [KEYS, N]
-    float* D,         // [64, N]
-    float* sum) {     // [64, N]
+extern "C" __global__ __launch_bounds__(128, 1) void ss_columns(const elem_t* A,  // [64, KEYS]
+                                                               const elem_t* B,  // [KEYS, N]
+                                                               float* D,         // [64, N]
+                                                               float* sum) {     // [64, N]
   SharedStorage& smem = shared_storage();
   elem_t(&A_box)[1][64 * COLS] = *reinterpret_cast<elem_t(*)[1][64 * COLS]>(smem.A[0]);
   place<64>(A_box, A, KEYS);
@@ -175,11 +172,10 @@ extern "C" __global__ __launch_bounds__(128, 1) void ss_columns(
   ss_with_columns<false>(smem, descriptor_k_major(A_box[0]), 32, D, sum);
 }
 
-extern "C" __global__ __launch_bounds__(128, 1) void ss_across(
-    const elem_t* A,  // [KEYS, 64]
-    const elem_t* B,  // [KEYS, N]
-    float* D,         // [64, N]
-    float* sum) {     // [64, N]
+extern "C" __global__ __launch_bounds__(128, 1) void ss_across(const elem_t* A,  // [KEYS, 64]
+                                                              const elem_t* B,  // [KEYS, N]
+                                                              float* D,         // [64, N]
+                                                              float* sum) {     // [64, N]
   SharedStorage& smem = shared_storage();
   elem_t(&A_box)[1][KEYS * COLS] = *reinterpret_cast<elem_t(*)[1][KEYS * COLS]>(smem.A[0]);
   place<KEYS>(A_box, A, 64);
@@ -193,9 +189,8 @@ extern "C" __global__ __launch_bounds__(128, 1) void ss_across(
 // column of HELD numbers, every one of which is read before the first is written.
 constexpr int HELD = 200;
 
-extern "C" __global__ __launch_bounds__(384, 1) void registers(
-    const float* x,  // [HELD, 256]
-    float* y) {      // [HELD, 256]
+extern "C" __global__ __launch_bounds__(384, 1) void registers(const float* x,  // [HELD, 256]
+                                                              float* y) {      // [HELD, 256]
   if (threadIdx.x < 128) {
     setmaxnreg_dec<24>();
     return;
@@ -210,9 +205,8 @@ extern "C" __global__ __launch_bounds__(384, 1) void registers(
 }
 
 // One warp: what ldmatrix_x4 gives, back to rows.
-extern "C" __global__ void stmatrix(
-    const uint32_t* fragment,  // [4, 32]
-    uint16_t* tile) {          // [16, 16]
+extern "C" __global__ void stmatrix(const uint32_t* fragment,  // [4, 32]
+                                    uint16_t* tile) {          // [16, 16]
   __shared__ alignas(16) uint16_t shared[256];
   uint32_t r[4];
   for (int i = 0; i < 4; ++i) r[i] = fragment[i * WARP_SIZE + lane_id()];
