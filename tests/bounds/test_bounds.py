@@ -481,6 +481,22 @@ def test_tensor_core_sums(depth: int, extra_bits: int, seed: int) -> None:
     assert (error <= bound).all()
 
 
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**20])
+@given(seed=seeds)
+def test_a_tensor_core_sum_may_begin_at_a_number(size: float, seed: int) -> None:
+    """R10, where products of dP begin at a Delta of any size: Delta counts as a magnitude."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 129))
+    x = rng.standard_normal((2, 50, n)).astype(np.float16).astype(np.float64).prod(axis=0)
+    start = (size * rng.standard_normal(50)).astype(np.float32).astype(np.float64)
+    error = np.abs(tensor_core_sum(x, start, 16, 0) - (start + x.sum(axis=-1)))
+    relative = gamma(n + -(-n // 16), 2.0**-23)
+    products = relative * np.abs(x).sum(axis=-1)
+    assert (error <= products + relative * np.abs(start)).all()
+    if size > 1:
+        assert (error > products).any()
+
+
 @given(seeds)
 def test_rises_are_counted(seed: int) -> None:
     """R4: at least as many steps as those at which the mirror's alpha is no 1."""

@@ -35,7 +35,7 @@ __device__ __forceinline__ void copy_bits(
 // ---- products ---------------------------------------------------------------------------------
 
 // A product of 64 rows of a tile A [A_ROWS, HEAD_DIM] and N of B [B_ROWS, HEAD_DIM], in the
-// background: multiply(A_rows, B_rows, k) for 16 columns at a time.
+// background. It is multiply(A_rows, B_rows, k) for 16 columns at a time.
 template <int A_ROWS, int B_ROWS, int ACCUMULATORS, typename Rows, typename Multiply>
 __device__ __forceinline__ void start_row_products(
     float (&D_acc)[ACCUMULATORS], Rows A_rows, Rows B_rows, const Multiply& multiply) {
