@@ -264,10 +264,7 @@ def _errors(
     largest = block.P + error_P
     rounded = xp.where(admitted, xp.minimum(half_ulp(largest, dtype), largest), 0.0)
 
-    # R10: dP, on the tensor core over the channels; R8: Delta [L44].
-    magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2)
-    channels = products("tensor_core", head_dim) + gamma(head_dim + 4, U64)
-    error_dP = channels * magnitude + 2 * head_dim * 2.0**-149
+    # R8: Delta; R10: dP, on the tensor core over the channels, which may begin at Delta [L44].
     of_row = (xp.abs(block.d_out) * xp.abs(block.out)).sum(axis=-1)
     of_out_error = (xp.abs(block.d_out) * out_error).sum(axis=-1)
     chain = gamma(head_dim + LANE_SUMS, U) + gamma(head_dim + 4, U64)
@@ -275,6 +272,10 @@ def _errors(
     if shared.d_lse:  # one rounding more, of the difference
         error_delta = error_delta + (U + U64) * (xp.abs(block.delta) + error_delta)
     error_delta = error_delta[..., None]
+    magnitude = xp.abs(block.d_out) @ xp.abs(scores.v).swapaxes(-1, -2)
+    magnitude = magnitude + xp.abs(block.delta)[..., None] + error_delta
+    channels = products("tensor_core", head_dim) + gamma(head_dim + 4, U64)
+    error_dP = channels * magnitude + 2 * head_dim * 2.0**-149
 
     # R11 [L47]: dS = fl(fl(P fl(dP - Delta)) slope), rounded to 16 bits.
     distance = xp.abs(block.dP - block.delta[..., None])

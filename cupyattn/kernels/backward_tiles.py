@@ -26,10 +26,11 @@ HOPPER_TILES = {
 SUMMED = 128
 #: Tiles of ``backward_keys_pair.cu`` past that: the keys are of two blocks, half of them each.
 PAIR_TILES = Tiles(64, 128, 12, 2)
-#: Past this head_dim and up to so many keys, blocks that add to dQ in turn are faster than atomic
-#: additions. Under a causal mask the limit is twice as many keys. There blocks whose heads share
-#: keys wait at each head, and atomic additions are faster (experiments/results/backward.json).
-IN_ORDER_PAST, IN_ORDER_KEYS = 64, 1024
+#: Up to so many keys, blocks that add to dQ in turn are faster than atomic additions: up to
+#: head_dim 64, and past it. Up to 64, a causal mask doubles the limit. Under such a mask, blocks
+#: whose heads share keys wait at each head, and atomic additions are faster. Records:
+#: experiments/results/backward.json and backward_designs_joules.json.
+IN_ORDER_KEYS, IN_ORDER_KEYS_PAST_64 = 1024, 4095
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.
 _BLOCK_MASK_TILES = {

@@ -10,7 +10,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.kernels import backward_tiles as known
 from cupyattn.kernels.backward_tiles import (
     IN_ORDER_KEYS,
-    IN_ORDER_PAST,
+    IN_ORDER_KEYS_PAST_64,
     SUMMED,
     backward_tiles,
     hopper_backward_tiles,
@@ -165,8 +165,9 @@ def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
     if call.head_dim > SUMMED or (call.causal and call.heads != call.heads_kv):
         return False
-    length = call.len_kv // 2 if call.causal else call.len_kv
-    return call.head_dim > IN_ORDER_PAST or length <= IN_ORDER_KEYS
+    if call.head_dim > 64:
+        return call.len_kv <= IN_ORDER_KEYS_PAST_64
+    return (call.len_kv // 2 if call.causal else call.len_kv) <= IN_ORDER_KEYS
 
 
 def backward_support(

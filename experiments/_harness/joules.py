@@ -44,6 +44,8 @@ def in_turns(
 ) -> dict[str, dict[str, Any]]:
     """Count the energy of calls in turns, each for a window at a time.
 
+    Every other turn goes backwards, so no call always follows the same other call.
+
     Parameters
     ----------
     works : mapping of str to callable
@@ -65,9 +67,9 @@ def in_turns(
     """
     found: dict[str, list[energy.Window]] = {name: [] for name in works}
     read: dict[str, list[Any]] = {name: [] for name in works}
-    for _ in range(turns):
-        for name, work in works.items():
-            found[name].append(window(work, monitor, seconds))
+    for turn in range(turns):
+        for name in [*works][:: -1 if turn % 2 else 1]:
+            found[name].append(window(works[name], monitor, seconds))
             read[name].append(dict(clocks()))
     return {
         name: {

@@ -8,11 +8,13 @@ Measures     spills; J2 of one head, and whether all heads have its bits of dK a
 Expect       the pair at 1.2 times the seven products of two kernels; a design of backward_keys.cu
              that spends less energy, at the limit of power
 Run          python -m experiments.tuning.backward_designs [--quick] [--designs NAME ...]
-             [--cells 256:16384 ...] [--joules] [--seconds 2] [--turns 2] [--json FILE]
+             [--trees FOLDER[:FORM] ...] [--cells 256:16384 ...] [--joules] [--seconds 2]
+             [--turns 2] [--json FILE]
 
 A patch begins with its change, the form of calls that run it, and whether gradients stay right.
 Where they do not, a part is left out, and the time alone says something. A design that hangs is the
-last one whose name is printed.
+last one whose name is printed. --trees are whole copies of kernels_cu. They replace the patches
+that --designs does not name.
 """
 
 from __future__ import annotations
@@ -46,13 +48,15 @@ from experiments.tuning.race import parse_cell
 
 FOLDER = Path(__file__).parent / "designs"
 #: Query heads by head_dim, and the cells.
-HEADS = {128: 40, 256: 16}
+HEADS = {64: 32, 128: 40, 256: 16}
 CELLS = ("256:16384", "256:4096", "256:16384c", "128:16384", "128:8192c")
 #: Buffers of what a backward pass is given, in its order.
 BUFFERS = ("d_out", "q", "k", "v", "o", "lse")
 #: Sources without a patch: the form that calls take, and past head_dim 128 the pair that adds in
 #: turn, and seven products in two kernels.
 TAKEN, TURNS, TWO_KERNELS = "taken", "turns", "two_kernels"
+#: Option `deterministic` of the calls that run a form.
+FORMS = {"sm90_atomic": False, "sm90_deterministic": True}
 #: Number of calls whose bits must equal the bits of a first call, if the form repeats them.
 REPEATS = 10
 
@@ -70,20 +74,35 @@ class Design:
         Whether gradients are right.
     hunks : tuple of Hunk
         What it changes.
+    tree : Path, optional
+        A copy of kernels_cu that it changes no further.
     """
 
     name: str
     deterministic: bool | None = None
     right: bool = True
     hunks: tuple[patches.Hunk, ...] = ()
+    tree: Path | None = None
 
     @classmethod
     def read(cls, path: Path) -> Design:
         """Read a patch, below a sentence, its form and a word on its gradients."""
         _, form, gradients, *diff = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        forms = {"form: sm90_atomic\n": False, "form: sm90_deterministic\n": True}
+        forms = {f"form: {name}\n": how for name, how in FORMS.items()}
         rights = {"gradients: right\n": True, "gradients: wrong\n": False}
         return cls(path.stem, forms[form], rights[gradients], patches.hunks_of(diff))
+
+    @classmethod
+    def of_tree(cls, text: str) -> Design:
+        """Return the design of a copy of kernels_cu, given as FOLDER or FOLDER:FORM."""
+        path, _, form = text.partition(":")
+        if form not in ("", *FORMS) or not (Path(path) / "backward").is_dir():
+            raise ValueError(
+                f"--trees: each is a copy of kernels_cu and perhaps :FORM of {list(FORMS)}, "
+                f"got {text!r}"
+            )
+        name = Path(path).name + (f":{form}" if form else "")
+        return cls(name, FORMS.get(form), tree=Path(path).resolve())
 
     @property
     def paired(self) -> bool:
@@ -93,12 +112,12 @@ class Design:
     def takes(self, head_dim: int) -> bool:
         """Whether calls of a head_dim run it."""
         wide = self.paired or self.name in (TURNS, TWO_KERNELS)
-        return self.name == TAKEN or wide == (head_dim > backward_tiles.SUMMED)
+        return self.name == TAKEN or bool(self.tree) or wide == (head_dim > backward_tiles.SUMMED)
 
     @contextlib.contextmanager
     def in_place(self, folder: Path) -> Iterator[None]:
         """Let calls be compiled from its sources, which are put into a folder."""
-        sources = folder / self.name
+        sources = self.tree or folder / self.name
         if not sources.exists():
             shutil.copytree(compiler.KERNELS, sources)
             patches.apply(self.name, self.hunks, sources)
@@ -118,14 +137,15 @@ def without_pairs() -> Iterator[None]:
         backward_form.pairs_take = takes
 
 
-def designs(names: Sequence[str] = ()) -> list[Design]:
-    """Return the form that is taken, and the designs of these names, by default all."""
+def designs(names: Sequence[str] = (), trees: Sequence[str] = ()) -> list[Design]:
+    """Return the form that is taken, and the designs of these names and trees, by default all."""
     found = [Design(name, deterministic=True) for name in (TURNS, TWO_KERNELS)]
     found += [Design.read(path) for path in sorted(FOLDER.glob("*.patch"))]
     unknown = set(names) - {one.name for one in found}
     if unknown:
         raise ValueError(f"--designs: there are {[x.name for x in found]}, got {sorted(unknown)}")
-    return [Design(TAKEN), *(one for one in found if not names or one.name in names)]
+    named = [one for one in found if one.name in names or not (names or trees)]
+    return [Design(TAKEN), *named, *map(Design.of_tree, trees)]
 
 
 def received(problem: Problem, *, on_device: bool) -> dict[str, Any]:
@@ -171,12 +191,23 @@ def repeated(call: Callable[[], Any]) -> Callable[[int], Any]:
 
 
 def judged(problem: Problem, found: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Hold one head of gradients to its bound, and the others to its bits of dK and dV."""
+    """Hold one head of gradients to its bound, and compare the bits of dK and dV of all heads."""
     given = [arrays[n] for n in BUFFERS]
     row = backward.judge(problem, backward.ATOMIC, [found[f"d{n}"] for n in "qkv"], given)
-    bits = (found[n].view("uint16") for n in ("dk", "dv"))
-    alike = all(bool((x == x[:1, :1]).all()) for x in bits)
+    alike = all(heads_are_alike(found[n].view("uint16"), problem.causal) for n in ("dk", "dv"))
     return {"j2": row["j2"], "alike": alike, "ok": row["ok"] and alike}
+
+
+def heads_are_alike(bits: Any, causal: bool) -> bool:
+    """Return whether all heads have the same bits.
+
+    Under a causal mask the last heads that take turns step over their rows in reverse. So there a
+    head may also have the bits of the last head.
+    """
+    same = (bits == bits[:1, :1]).all(axis=(2, 3))
+    if causal:
+        same |= (bits == bits[-1:, -1:]).all(axis=(2, 3))
+    return bool(same.all())
 
 
 def repeats(call: Callable[[], Mapping[str, Any]]) -> bool:
@@ -192,7 +223,7 @@ def repeats(call: Callable[[], Mapping[str, Any]]) -> bool:
 def measure(problem: Problem, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Judge every design on one problem, and on a device time all of them."""
     arrays = received(problem, on_device=not args.quick)
-    some = [one for one in designs(args.designs) if one.takes(problem.head_dim)]
+    some = [one for one in designs(args.designs, args.trees) if one.takes(problem.head_dim)]
     some = some[:1] if args.quick else some  # the mirror has no design
     rows: list[dict[str, Any]] = []
     calls: dict[str, Callable[[int], Any]] = {}
@@ -233,8 +264,11 @@ def timed(
     if args.joules:
         typical = {row["variant"]: row["seconds"] for row in rows}
         counted = joules.on_device(calls, typical, args.seconds, args.turns, operations)
+        of_taken = counted[rows[0]["variant"]]["joules_of_turns"]
         for row in rows:
             row["energy"] = counted[row["variant"]]
+            own = row["energy"]["joules_of_turns"]
+            row["joules"] = timing.paired_ratio(own, of_taken).to_list()
     return {"operations": operations, "clocks": device.clocks()}
 
 
@@ -250,10 +284,11 @@ def report(found: Mapping[str, Any]) -> None:
             cells.append(format_comparison(row["speed"]))
         else:
             cells += ["-"] * 3
-        rows.append(cells + backward.of_energy(row))
+        energy = backward.of_energy(row)
+        rows.append([*cells, energy[0], format_comparison(row.get("joules")), *energy[1:]])
     print(f"\n{found['problem']['name']}")
-    header = ["", "J2", "spilled", "time", "TFLOP/s", f"beside {TAKEN}", "J a call", "W", "SM MHz"]
-    output.print_table(header, rows)
+    header = ["", "J2", "spilled", "time", "TFLOP/s", f"speed / {TAKEN}"]
+    output.print_table([*header, "J a call", f"J / {TAKEN}", "W", "SM MHz"], rows)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -281,6 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = recording.parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), metavar="CELL")
     parser.add_argument("--designs", nargs="+", default=[], metavar="NAME", help="these alone")
+    parser.add_argument("--trees", nargs="+", default=[], metavar="FOLDER[:FORM]")
     parser.add_argument("--joules", action="store_true", help="count the energy of each")
     parser.add_argument(
         "--seconds", type=float, default=joules.LEAST_SECONDS, help="of each window of --joules"

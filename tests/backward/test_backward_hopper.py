@@ -249,7 +249,9 @@ def test_explain_names_the_form() -> None:
     [
         (64, 1024, False, "sm90_deterministic"), (64, 1025, False, "sm90_atomic"),
         (40, 2048, True, "sm90_deterministic"), (40, 2050, True, "sm90_atomic"),
-        (72, 16_384, True, "sm90_deterministic"), (256, 50, False, "sm90_atomic"),
+        (72, 4095, True, "sm90_deterministic"), (128, 4095, False, "sm90_deterministic"),
+        (128, 4096, False, "sm90_atomic"), (72, 4096, True, "sm90_atomic"),
+        (256, 50, False, "sm90_atomic"),
     ],
 )  # fmt: skip
 def test_where_no_form_is_asked_for_the_faster_one_is_taken(
@@ -329,6 +331,14 @@ def test_a_bias_of_every_kind(form: str, shape: tuple[int, ...], dtype: str) -> 
         bias[..., 3, :] = -np.inf
     inputs = received(q, k, v, bias=bias)
     run_backward(inputs, **interpreted_as(form), bias=bias).check()
+
+
+def test_products_begin_at_a_large_delta() -> None:
+    """Of an O that is larger than any mean of V: Delta is most of dP - Delta."""
+    d_out, q, k, v, o, lse = received(*normal((1, 1, 70, 128), (1, 1, 140, 128), "bfloat16"))
+    large = (o.astype(np.float32) * 1024).astype(o.dtype)
+    for form in HOPPER_FORMS:
+        run_backward((d_out, q, k, v, large, lse), **interpreted_as(form)).check()
 
 
 @pytest.mark.slow

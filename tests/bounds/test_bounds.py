@@ -452,35 +452,6 @@ def test_gamma(n: int) -> None:
     assert gamma(n, u) <= n * u * (1 + 2 * n * u)
 
 
-def tensor_core_sum(x: Array, acc: Array, depth: int, extra_bits: int) -> Array:
-    """Add products to an accumulator as tensor cores do: align to the largest, cut, add, cut."""
-    for first in range(0, x.shape[-1], depth):
-        terms = np.concatenate([acc[..., None], x[..., first : first + depth]], axis=-1)
-        _, exponent = np.frexp(np.abs(terms).max(axis=-1, keepdims=True))
-        unit = np.ldexp(1.0, exponent - 24 - extra_bits)
-        total = (np.trunc(terms / unit) * unit).sum(axis=-1)
-        _, exponent = np.frexp(total)
-        unit = np.ldexp(1.0, exponent - 24)
-        acc = np.trunc(total / unit) * unit
-    return acc
-
-
-@pytest.mark.parametrize(("depth", "extra_bits"), [(16, 0), (16, 2), (8, 1)])
-@given(seed=seeds)
-def test_tensor_core_sums(depth: int, extra_bits: int, seed: int) -> None:
-    """R2, R6: the model of 2^-23 and n + ceil(n/16) covers aligned, truncated sums."""
-    rng = np.random.default_rng(seed)
-    n = int(rng.integers(1, 260))
-    a, b = rng.standard_normal((2, 50, n)) * 2.0 ** rng.integers(-8, 9, (2, 50, n))
-    if rng.random() < 0.5:
-        a, b = np.abs(a), np.abs(b)
-    x = a.astype(np.float16).astype(np.float64) * b.astype(np.float16).astype(np.float64)
-    error = np.abs(tensor_core_sum(x, np.zeros(50), depth, extra_bits) - x.sum(axis=-1))
-    bound = gamma(n + -(-n // 16), 2.0**-23) * np.abs(x).sum(axis=-1)
-    target(float((error / bound).max()), label="error / bound")
-    assert (error <= bound).all()
-
-
 @given(seeds)
 def test_rises_are_counted(seed: int) -> None:
     """R4: at least as many steps as those at which the mirror's alpha is no 1."""

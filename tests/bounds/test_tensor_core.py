@@ -1,6 +1,6 @@
-"""R6 of 16-bit P and V by the largest addend [L80]: chains of instructions, cut off as models say.
+"""Sums of tensor cores, cut off as models say: R6 of 16-bit P and V [L80], and any products [L3].
 
-Weights are exact here and factors between steps are powers of two, so all that errs is the sum.
+For R6, weights are exact and factors between steps are powers of two, so all that errs is the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cupyattn.bounds import attention as bound_of
 from cupyattn.bounds import tensor_core
-from cupyattn.bounds.perturbation import softmax_perturbation, weight_shift
+from cupyattn.bounds.perturbation import gamma, softmax_perturbation, weight_shift
 from cupyattn.bounds.scores import products
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.numerics import LEAST_NORMAL, numerics
@@ -175,3 +175,48 @@ def test_a_weight_below_the_least_normal_number_cuts_off_others() -> None:
     n = numerics("tensor_core", "portable", "float16")
     beside = tensor_core.truncation_by_small_operands(count, v, inverse_l, n)
     assert (error > without[0]).all() and (error <= without[0] + beside[0]).all()
+
+
+def tensor_core_sum(x: Any, acc: Any, depth: int, extra_bits: int) -> Any:
+    """Add products to an accumulator as tensor cores do: align to the largest, cut, add, cut."""
+    for first in range(0, x.shape[-1], depth):
+        terms = np.concatenate([acc[..., None], x[..., first : first + depth]], axis=-1)
+        _, exponent = np.frexp(np.abs(terms).max(axis=-1, keepdims=True))
+        unit = np.ldexp(1.0, exponent - 24 - extra_bits)
+        total = (np.trunc(terms / unit) * unit).sum(axis=-1)
+        _, exponent = np.frexp(total)
+        unit = np.ldexp(1.0, exponent - 24)
+        acc = np.trunc(total / unit) * unit
+    return acc
+
+
+@pytest.mark.parametrize(("depth", "extra_bits"), [(16, 0), (16, 2), (8, 1)])
+@given(seed=seeds)
+def test_tensor_core_sums(depth: int, extra_bits: int, seed: int) -> None:
+    """R2, R6: the model of 2^-23 and n + ceil(n/16) covers aligned, truncated sums."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 260))
+    a, b = rng.standard_normal((2, 50, n)) * 2.0 ** rng.integers(-8, 9, (2, 50, n))
+    if rng.random() < 0.5:
+        a, b = np.abs(a), np.abs(b)
+    x = a.astype(np.float16).astype(np.float64) * b.astype(np.float16).astype(np.float64)
+    error = np.abs(tensor_core_sum(x, np.zeros(50), depth, extra_bits) - x.sum(axis=-1))
+    bound = gamma(n + -(-n // 16), 2.0**-23) * np.abs(x).sum(axis=-1)
+    target(float((error / bound).max()), label="error / bound")
+    assert (error <= bound).all()
+
+
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**20])
+@given(seed=seeds)
+def test_a_tensor_core_sum_may_begin_at_a_number(size: float, seed: int) -> None:
+    """R10, where products of dP begin at a Delta of any size: Delta counts as a magnitude."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 129))
+    x = rng.standard_normal((2, 50, n)).astype(np.float16).astype(np.float64).prod(axis=0)
+    start = (size * rng.standard_normal(50)).astype(np.float32).astype(np.float64)
+    error = np.abs(tensor_core_sum(x, start, 16, 0) - (start + x.sum(axis=-1)))
+    relative = gamma(n + -(-n // 16), 2.0**-23)
+    of_products = relative * np.abs(x).sum(axis=-1)
+    assert (error <= of_products + relative * np.abs(start)).all()
+    if size > 1:
+        assert (error > of_products).any()

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyattn.compiler import modules as compiler
 from cupyattn.measure import device, timing
-from experiments._harness import patches
+from experiments._harness import joules, patches
 from experiments._harness.cells import Problem
 from experiments.tuning import backward_designs as experiment
 from experiments.tuning import breakdown
@@ -58,8 +59,8 @@ def test_a_patch_is_of_one_kernel(design: Design, tmp_path: Path) -> None:
 
 def test_what_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(["--quick", "--designs", "keys"]) == 2
-    assert experiment.main(["--quick", "--cells", "64:64"]) == 2
-    assert "head_dim must be one of [128, 256]" in capsys.readouterr().err
+    assert experiment.main(["--quick", "--cells", "32:64"]) == 2
+    assert "head_dim must be one of [64, 128, 256]" in capsys.readouterr().err
 
 
 def test_its_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +78,63 @@ def test_its_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     experiment.report({"problem": {"name": problem.name}, "rows": rows})
     told = capsys.readouterr().out
     assert "1.333" in told and "0.500 FAILED" in told
+
+
+def test_joules_stand_beside_those_of_the_form_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = {"taken": [4e-3] * 3, "tree": [4e-3] * 3}
+    counted = {"taken": [20.0, 30.0, 10.0], "tree": [19.0, 27.0, 9.0]}
+    monkeypatch.setattr(timing, "time_interleaved", lambda calls, rounds: samples)
+    monkeypatch.setattr(device, "clocks", dict)
+    monkeypatch.setattr(
+        joules,
+        "on_device",
+        lambda *_: {
+            name: {"joules_of_turns": x, "joules_per_call": x[0], "watts": 690.0, "clocks": {}}
+            for name, x in counted.items()
+        },
+    )
+    problem = Problem(1, 16, 4096, 128, dtype="bfloat16")
+    rows: list[dict[str, Any]] = [
+        {"variant": name, "right": True, "j2": 0.5, "ok": True} for name in samples
+    ]
+    args = argparse.Namespace(rounds=3, joules=True, seconds=2.0, turns=3)
+    experiment.timed(problem, rows, dict.fromkeys(samples, print), args)
+    assert [row["joules"] for row in rows] == [[1.0, 1.0, 1.0], pytest.approx([0.9, 0.9, 0.95])]
+    experiment.report({"problem": {"name": problem.name}, "rows": rows})
+    assert "0.900 [0.900, 0.950]" in capsys.readouterr().out
+
+
+def test_last_heads_may_have_other_bits_under_a_causal_mask() -> None:
+    bits = np.zeros((1, 4, 2, 3), np.uint16)
+    assert experiment.heads_are_alike(bits, causal=False)
+    bits[0, 2:, 1, 1] = 1
+    assert experiment.heads_are_alike(bits, causal=True)
+    assert not experiment.heads_are_alike(bits, causal=False)
+    bits[0, 1, 0, 0] = 1
+    assert not experiment.heads_are_alike(bits, causal=True)
+
+
+def test_trees_run_instead_of_patches(tmp_path: Path) -> None:
+    folder = tmp_path / "leaner"
+    (folder / "backward").mkdir(parents=True)
+    found = experiment.designs(trees=[str(folder), f"{folder}:sm90_atomic"])
+    assert [one.name for one in found] == ["taken", "leaner", "leaner:sm90_atomic"]
+    assert [one.deterministic for one in found] == [None, None, False]
+    for one in found[1:]:
+        assert one.takes(128) and one.takes(256)
+        with one.in_place(tmp_path / "patched"):
+            assert folder == compiler.KERNELS
+    named = experiment.designs(["keys_dV_early"], [str(folder)])
+    assert [one.name for one in named] == ["taken", "keys_dV_early", "leaner"]
+
+
+@pytest.mark.parametrize("text", ["missing", "{}:sm80"])
+def test_trees_are_copies_of_the_kernels(text: str, tmp_path: Path) -> None:
+    (tmp_path / "backward").mkdir()
+    with pytest.raises(ValueError, match="each is a copy of kernels_cu"):
+        experiment.designs(trees=[text.format(tmp_path)])
 
 
 @pytest.mark.slow

@@ -32,6 +32,9 @@ def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Argument
         outputs = {name: np.zeros((128, columns), np.float32) for name in ("D", "sum")}
         return {"A": A, "B": B, **outputs}
 
+    def ss_minus() -> Arguments:
+        return {name: x for name, x in ss().items() if name != "sum"}
+
     def rs() -> Arguments:
         A, B = operands((64, WGMMA_KEYS), (WGMMA_KEYS, columns))
         return {"A": A, "B": B, "D": np.zeros((64, columns), np.float32)}
@@ -42,7 +45,8 @@ def wgmma_arguments(dtype: str, columns: int) -> dict[str, Callable[[], Argument
         return {"A": A, "B": B, **outputs}
 
     return {
-        "ss": ss, "rs": rs, "ss_columns": lambda: with_columns(64, WGMMA_KEYS),
+        "ss": ss, "ss_minus": ss_minus, "rs": rs,
+        "ss_columns": lambda: with_columns(64, WGMMA_KEYS),
         "ss_across": lambda: with_columns(WGMMA_KEYS, 64),
     }  # fmt: skip
 
@@ -55,6 +59,9 @@ def wgmma_expected(dtype: str) -> dict[str, Callable[..., dict[str, np.ndarray]]
         product = wide(A) @ wide(B).T
         return {"D": product, "sum": 1 + product}
 
+    def ss_minus(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
+        return {"D": 1 - wide(A) @ wide(B).T}
+
     def rs(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         return {"D": 1 + wide(A) @ wide(B)}
 
@@ -65,7 +72,9 @@ def wgmma_expected(dtype: str) -> dict[str, Callable[..., dict[str, np.ndarray]]
     def ss_across(A: np.ndarray, B: np.ndarray, **_: Any) -> dict[str, np.ndarray]:
         return ss_columns(np.ascontiguousarray(A.T), B)
 
-    return {"ss": ss, "rs": rs, "ss_columns": ss_columns, "ss_across": ss_across}
+    return {
+        "ss": ss, "ss_minus": ss_minus, "rs": rs, "ss_columns": ss_columns, "ss_across": ss_across,
+    }  # fmt: skip
 
 
 def wgmma_e4m3_arguments() -> Arguments:
@@ -93,10 +102,11 @@ def wgmma_prims() -> Iterator[Prim]:
     cells = itertools.product(enumerate(("float16", "bfloat16")), enumerate(WGMMA_COLUMNS))
     for (of_dtype, dtype), (number, columns) in cells:
         for entry, arguments in wgmma_arguments(dtype, columns).items():
-            if entry in ("ss_columns", "ss_across") and columns not in (64, 128):
+            if entry not in ("ss", "rs") and columns not in (64, 128):
                 continue  # no kernel asks for it
+            threads = 256 if entry in ("ss", "ss_minus") else 128
             yield Prim(
-                f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, 256 if entry == "ss" else 128,
+                f"wgmma_{entry}-{dtype}-{columns}", "wgmma", entry, threads,
                 arguments, wgmma_expected(dtype)[entry], hopper=True,
                 late=number % 4 != 2 * of_dtype,
                 defines=defines(Tiles(128, columns, 8), Features(dtype, WGMMA_DEPTH, vec=8)),

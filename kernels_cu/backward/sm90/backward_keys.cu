@@ -36,6 +36,8 @@ constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 // P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then; of more
 // columns they spill otherwise, as do scores with a bias.
 constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
+// dP is subtracted from Delta by the tensor core. With a mask or BLOCK_Q 128 Delta spilled during S.
+constexpr bool FROM_DELTA = BLOCK_Q == 64 && !MASK;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;
 
@@ -87,9 +89,29 @@ static_assert(HEAD_DIM <= 128, "HEAD_DIM must be at most 128: dK and dV fill the
 static_assert(
     NUM_THREADS == (CONSUMERS + 1) * WARPGROUP, "NUM_WARPS must be 8 that compute and 4 that copy");
 
+// Delta of the rows of accumulators, from which products then subtract dP.
+__device__ __forceinline__ void load_delta(
+    float (&dP_acc)[BLOCK_Q / 2], const float (&delta_of)[BLOCK_Q]) {
+  const int t = lane_id() % 4;
+#pragma unroll
+  for (int n = 0; n < BLOCK_Q / 8; ++n)
+#pragma unroll
+    for (int i = 4 * n; i < 4 * n + 4; i += 2)
+      ld_volatile_shared_v2(&delta_of[n * 8 + t * 2], dP_acc[i], dP_acc[i + 1]);
+}
+// Delta of the two rows that this lane has of tile n of eight.
+__device__ __forceinline__ Vec<float, 2> delta_pair(const float (&delta_of)[BLOCK_Q], int n) {
+  if constexpr (FROM_DELTA) return {};
+  return *reinterpret_cast<const Vec<float, 2>*>(&delta_of[n * 8 + lane_id() % 4 * 2]);
+}
+// dP - Delta of an accumulator.
+__device__ __forceinline__ float less_delta(float dP, float delta) {
+  return FROM_DELTA ? -dP : dP - delta;  // R11
+}
+
 // dQ [64, 64] = dS K over all keys, in the background.
 __device__ __forceinline__ void start_across(
-    float (&dQ_acc)[QUERY_SUMS], Descriptor dS_rows, Descriptor K_rows) {
+    float (&dQ_acc)[QUERY_SUMS], Descriptor64 dS_rows, Descriptor64 K_rows) {
   wgmma_use(dQ_acc);
   wgmma_fence();
 #pragma unroll
@@ -149,7 +171,7 @@ __device__ __forceinline__ void changed_slopes(
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
     using Pair = Vec<float, 2>;  // of the two rows that this lane has of a tile
     const Pair M = *reinterpret_cast<const Pair*>(&row_M[n * 8 + t * 2]);
-    const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
+    const Pair delta = delta_pair(delta_of, n);
     Vec<float, 4> b = {};
     if constexpr (SOFTCAP && BIAS) b = bias.of_rows(n);
     Pair factor = {};
@@ -163,7 +185,7 @@ __device__ __forceinline__ void changed_slopes(
         const float S = S_acc[at];
         const float biased = SOFTCAP && BIAS ? biased_in_place(S, b.v[2 * h + i]) : S;
         of[i] = weight_of_changed<ANY_COARSE>(
-            p, S, biased, dP_acc[at], M.v[i], delta.v[i], factor.v[i]);
+            p, S, biased, less_delta(dP_acc[at], delta.v[i]), M.v[i], factor.v[i]);
       }
       P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(of[0].P, of[1].P);     // R9
       dS_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(of[0].dS, of[1].dS);  // R11
@@ -209,18 +231,16 @@ __device__ __forceinline__ void slopes(
     const float (&P_acc)[BLOCK_Q / 2], const float (&dP_acc)[BLOCK_Q / 2],
     const float (&delta_of)[BLOCK_Q], uint32_t (&P_frag)[BLOCK_Q / 16][4],
     uint32_t (&dS_frag)[BLOCK_Q / 16][4]) {
-  const int t = lane_id() % 4;
 #pragma unroll
   for (int n = 0; n < BLOCK_Q / 8; ++n) {
-    using Pair = Vec<float, 2>;
-    const Pair delta = *reinterpret_cast<const Pair*>(&delta_of[n * 8 + t * 2]);
+    const Vec<float, 2> delta = delta_pair(delta_of, n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {                                  // key, then key + 8
       const float* P = P_acc + 4 * n + 2 * h;                      // [2]
       const float* dP = dP_acc + 4 * n + 2 * h;                    // [2]
       P_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(P[0], P[1]);  // R9
-      dS_frag[n / 2][n % 2 * 2 + h] =
-          pack_rn<elem_t>(P[0] * (dP[0] - delta.v[0]), P[1] * (dP[1] - delta.v[1]));  // R11
+      dS_frag[n / 2][n % 2 * 2 + h] = pack_rn<elem_t>(
+          P[0] * less_delta(dP[0], delta.v[0]), P[1] * less_delta(dP[1], delta.v[1]));  // R11
     }
   }
 }
@@ -335,14 +355,14 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   const int key = kv0 + key0 + lane_id() / 4;       // this lane's keys: key, key + 8
   // Halves of dQ have 64 rows each, of dS, or 64 columns, of K.
   const int Q_half = BLOCK_Q == 128 ? half : 0, K_half = BLOCK_Q == 128 ? 0 : half;
-  const Descriptor K_rows = uniform(descriptor_k_major(&smem.K[0][half * 64 * BOX_COLS]));
-  const Descriptor V_rows = uniform(descriptor_k_major(&smem.V[0][half * 64 * BOX_COLS]));
-  const Descriptor Q_first = uniform(descriptor_k_major(smem.Q[0][0]));
-  const Descriptor dO_first = uniform(descriptor_k_major(smem.dO[0][0]));
-  const Descriptor Q_columns = uniform(descriptor_n_major(smem.Q[0][0], BLOCK_Q * BOX_BYTES));
-  const Descriptor dO_columns = uniform(descriptor_n_major(smem.dO[0][0], BLOCK_Q * BOX_BYTES));
-  const Descriptor dS_first = uniform(descriptor_n_major(smem.dS[0][Q_half], BOX_BYTES));
-  const Descriptor K_columns = uniform(descriptor_n_major(smem.K[K_half], BOX_BYTES));
+  const Descriptor64 K_rows = uniform(descriptor_k_major(&smem.K[0][half * 64 * BOX_COLS]));
+  const Descriptor64 V_rows = uniform(descriptor_k_major(&smem.V[0][half * 64 * BOX_COLS]));
+  const Descriptor64 Q_first = uniform(descriptor_k_major(smem.Q[0][0]));
+  const Descriptor64 dO_first = uniform(descriptor_k_major(smem.dO[0][0]));
+  const Descriptor64 Q_columns = uniform(descriptor_n_major(smem.Q[0][0], BLOCK_Q * BOX_BYTES));
+  const Descriptor64 dO_columns = uniform(descriptor_n_major(smem.dO[0][0], BLOCK_Q * BOX_BYTES));
+  const Descriptor64 dS_first = uniform(descriptor_n_major(smem.dS[0][Q_half], BOX_BYTES));
+  const Descriptor64 K_columns = uniform(descriptor_n_major(smem.K[K_half], BOX_BYTES));
   const uint32_t dS_corner = shared_address(&smem.dS[0][0][key0 * BOX_COLS]) +
                              lane_id() % 16 * BOX_BYTES + (lane_id() / 16 ^ lane_id() % 8) * 16;
 
@@ -357,7 +377,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
   // S5 dQ, of the step before
   const auto start_dQ = [&] {
     mbarrier_wait_parity(smem.dS_full[dQ_at.stage], dQ_at.parity);  // dS of all keys is there
-    start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), K_columns);
+    start_across(dQ_acc, dS_first.stage(dQ_at.stage, sizeof(smem.dS[0])), in_this_step(K_columns));
   };
   const auto end_dQ = [&] {
     wgmma_use(dQ_acc);
@@ -384,10 +404,17 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       named_barrier_sync(1, CONSUMER_THREADS);  // both warpgroups multiply these rows
     }
 
-    // S3 scores, and dP
+    // S3 scores, and dP, or Delta - dP
     float S_acc[BLOCK_Q / 2], dP_acc[BLOCK_Q / 2];  // [BLOCK_Q / 8][4]
-    start_rows<BLOCK_KV, BLOCK_Q>(S_acc, K_rows, Q_first.stage(at.stage, STAGE_BYTES));    // R9
-    start_rows<BLOCK_KV, BLOCK_Q>(dP_acc, V_rows, dO_first.stage(at.stage, STAGE_BYTES));  // R10
+    const float (&delta)[BLOCK_Q] = smem.delta[at.stage];
+    const Descriptor64 dO_rows = dO_first.stage(at.stage, STAGE_BYTES);
+    if constexpr (FROM_DELTA) load_delta(dP_acc, delta);
+    start_rows<BLOCK_KV, BLOCK_Q>(
+        S_acc, in_this_step(K_rows), Q_first.stage(at.stage, STAGE_BYTES));  // R9
+    if constexpr (FROM_DELTA)
+      start_rows_minus<BLOCK_KV, BLOCK_Q>(dP_acc, in_this_step(V_rows), dO_rows);  // R10
+    else
+      start_rows<BLOCK_KV, BLOCK_Q>(dP_acc, in_this_step(V_rows), dO_rows);  // R10
 
     // S4 P and dS, as their products end
     uint32_t P_frag[BLOCK_Q / 16][4], dS_frag[BLOCK_Q / 16][4];
@@ -412,7 +439,6 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
     wgmma_use(dP_acc);
     if constexpr (CHANGED_SCORES) {
       const float (&M)[BLOCK_Q] = smem.row_M[at.stage];
-      const float (&delta)[BLOCK_Q] = smem.delta[at.stage];
       if (any_coarse<BLOCK_Q>(smem.coarse[at.stage]))
         changed_slopes<true>(
             p, bias, S_acc, dP_acc, M, delta,
@@ -420,7 +446,7 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       else
         changed_slopes<false>(p, bias, S_acc, dP_acc, M, delta, nullptr, P_frag, dS_frag);
     } else {
-      slopes(S_acc, dP_acc, smem.delta[at.stage], P_frag, dS_frag);
+      slopes(S_acc, dP_acc, delta, P_frag, dS_frag);
     }
     mbarrier_wait_parity(smem.dS_empty[dS_at.stage], dS_at.parity ^ 1);  // the last was read
     store_dS(dS_corner + dS_at.stage * sizeof(smem.dS[0]), dS_frag);

@@ -160,7 +160,8 @@ __device__ __forceinline__ void weights_and_slopes(
           const float S = changed_score(scores.p, S_acc[at], S_acc[at] != NEG_INF);
           const float biased = BIAS ? biased_capped(S, b.v[2 * h + i]) : S;
           const Weight of = weight_of_changed<ANY_COARSE>(
-              scores.p, S, biased, dP_acc[at], M.v[i], delta.v[i], ANY_COARSE ? factor.v[i] : 1.0f);
+              scores.p, S, biased, dP_acc[at] - delta.v[i], M.v[i],
+              ANY_COARSE ? factor.v[i] : 1.0f);
           P[i] = of.P, dS[i] = of.dS;
           continue;
         }

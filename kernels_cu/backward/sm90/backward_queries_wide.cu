@@ -224,8 +224,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_queries_wi
           const float factor = coarse ? grad.row_factor[padded + i % 2 * 8] : 1.0f;
           const float S = P[j], biased = BIAS ? biased_capped(S, b.v[j]) : S;
           const Weight of =
-              coarse ? weight_of_changed<true>(p, S, biased, dP[j], M[i % 2], mean, factor)
-                     : weight_of_changed<false>(p, S, biased, dP[j], M[i % 2], mean, factor);
+              coarse ? weight_of_changed<true>(p, S, biased, dP[j] - mean, M[i % 2], factor)
+                     : weight_of_changed<false>(p, S, biased, dP[j] - mean, M[i % 2], factor);
           dS[j] = of.dS;
         }
         dS_frag[i / 4][i % 4] = pack_rn<elem_t>(dS[0], dS[1]);  // R11

@@ -44,6 +44,13 @@ __device__ __forceinline__ int ld_volatile_shared(const int& word) {
                : "memory");
   return value;
 }
+// Two floats of shared memory, read here.
+__device__ __forceinline__ void ld_volatile_shared_v2(const float* words, float& x, float& y) {
+  asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x), "=f"(y)
+               : "r"(shared_address(words))
+               : "memory");
+}
 // Registers per thread from here on; every warp of the warpgroup must execute this.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -77,6 +84,27 @@ struct Descriptor {
     return {low + stage * (bytes >> 4), high};
   }
 };
+// The same as one number. A step along the tile is one 64-bit addition, and wgmma takes its result
+// as it is. The compiler moves halves into place for every instruction.
+// NOTE: kernels that are short of registers spilled with these.
+struct Descriptor64 {
+  uint64_t bits;
+  __device__ __forceinline__ explicit Descriptor64(uint64_t bits) : bits(bits) {}
+  __device__ __forceinline__ Descriptor64(Descriptor rows)
+      : bits(uint64_t(rows.high) << 32 | rows.low) {}
+  __device__ __forceinline__ Descriptor64 operator+(int bytes) const {
+    return Descriptor64(bits + uint64_t(bytes >> 4));
+  }
+  __device__ __forceinline__ Descriptor64 stage(int stage, int bytes) const {
+    return Descriptor64(bits + uint32_t(stage * (bytes >> 4)));
+  }
+};
+// The same descriptor, as if it were new. Otherwise the compiler computes the steps along its tile
+// before a loop, and moves them into place for every instruction.
+__device__ __forceinline__ Descriptor64 in_this_step(Descriptor64 rows) {
+  asm volatile("" : "+l"(rows.bits));
+  return rows;
+}
 // The address of a tile as descriptors have it.
 // NOTE: in a cluster, the bits from 24 on are the rank of the block, which no field may get.
 __device__ __forceinline__ uint32_t descriptor_start(const void* tile) {
@@ -99,6 +127,7 @@ __device__ __forceinline__ Descriptor uniform(Descriptor rows) {
 
 // D = A B (+ D when accumulate) over 16-bit elements, float32 accumulation;
 //   ss: A and B in shared memory, both K-major
+//   ss_minus: the same, but D -= A B; always accumulates
 //   ss_columns: the same, but the rows of B along n
 //   ss_across: the same, and the rows of A along m
 //   rs: A in registers, B in shared memory, its rows along n; always accumulates
@@ -151,20 +180,21 @@ struct Wgmma;
 // that follow them in the text.
 // NOTE: the functions are templates only so that NVRTC leaves the bodies of unused shapes unread.
 // Reading them all took a tenth of the compile time of fa_tc.
-#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5, X6) \
+#define WGMMA_OF(T, TYPE, N, COUNT, X0, X1, X2, X3, X4, X5, X6, X7) \
 template <> \
 struct Wgmma<T, N> { \
-  template <int A_ALONG_M, int B_ALONG_N> static __device__ __forceinline__ void shared( \
+  template <int A_ALONG_M, int B_ALONG_N, int SIGN = 1> \
+  static __device__ __forceinline__ void shared( \
       float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
     asm volatile( \
         "{\n.reg .pred p;\n.reg .b64 a, b;\n" \
         "mov.b64 a, {%" #X0 ", %" #X1 "};\nmov.b64 b, {%" #X2 ", %" #X3 "};\n" \
         "setp.ne.b32 p, %" #X4 ", 0;\n" \
         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
-        "{" NAMES_##COUNT "}, a, b, p, 1, 1, %" #X5 ", %" #X6 ";\n}\n" \
+        "{" NAMES_##COUNT "}, a, b, p, %" #X7 ", 1, %" #X5 ", %" #X6 ";\n}\n" \
         : ACCUMULATORS_##COUNT("+f") \
         : "r"(a.low), "r"(a.high), "r"(b.low), "r"(b.high), "r"(int(accumulate)), \
-          "n"(A_ALONG_M), "n"(B_ALONG_N)); \
+          "n"(A_ALONG_M), "n"(B_ALONG_N), "n"(SIGN)); \
   } \
   template <int = 0> static __device__ __forceinline__ void rs( \
       float (&c)[COUNT], const uint32_t (&a)[4], Descriptor b) { \
@@ -175,36 +205,59 @@ struct Wgmma<T, N> { \
         : ACCUMULATORS_##COUNT("+f") \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.low), "r"(b.high)); \
   } \
-  template <int = 0> static __device__ __forceinline__ void ss( \
-      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+  template <int A_ALONG_M, int B_ALONG_N, int SIGN = 1> \
+  static __device__ __forceinline__ void shared( \
+      float (&c)[COUNT], Descriptor64 a, Descriptor64 b, bool accumulate) { \
+    asm volatile( \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %" #X2 ", 0;\n" \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
+        "{" NAMES_##COUNT "}, %" #X0 ", %" #X1 ", p, %" #X5 ", 1, %" #X3 ", %" #X4 ";\n}\n" \
+        : ACCUMULATORS_##COUNT("+f") \
+        : "l"(a.bits), "l"(b.bits), "r"(int(accumulate)), \
+          "n"(A_ALONG_M), "n"(B_ALONG_N), "n"(SIGN)); \
+  } \
+  template <int = 0> static __device__ __forceinline__ void rs( \
+      float (&c)[COUNT], const uint32_t (&a)[4], Descriptor64 b) { \
+    asm volatile( \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " " \
+        "{" NAMES_##COUNT "}, {%" #X0 ", %" #X1 ", %" #X2 ", %" #X3 "}, %" #X4 ", 1, 1, 1, 1;\n" \
+        : ACCUMULATORS_##COUNT("+f") \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits)); \
+  } \
+  template <typename Rows> static __device__ __forceinline__ void ss( \
+      float (&c)[COUNT], Rows a, Rows b, bool accumulate) { \
     shared<0, 0>(c, a, b, accumulate); \
   } \
-  template <int = 0> static __device__ __forceinline__ void ss_columns( \
-      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+  template <typename Rows> static __device__ __forceinline__ void ss_minus( \
+      float (&c)[COUNT], Rows a, Rows b) { \
+    shared<0, 0, -1>(c, a, b, true); \
+  } \
+  template <typename Rows> static __device__ __forceinline__ void ss_columns( \
+      float (&c)[COUNT], Rows a, Rows b, bool accumulate) { \
     shared<0, 1>(c, a, b, accumulate); \
   } \
-  template <int = 0> static __device__ __forceinline__ void ss_across( \
-      float (&c)[COUNT], Descriptor a, Descriptor b, bool accumulate) { \
+  template <typename Rows> static __device__ __forceinline__ void ss_across( \
+      float (&c)[COUNT], Rows a, Rows b, bool accumulate) { \
     shared<1, 1>(c, a, b, accumulate); \
   } \
 };
 #define WGMMA(...) \
   WGMMA_OF(__half, "f16", __VA_ARGS__) \
   WGMMA_OF(__nv_bfloat16, "bf16", __VA_ARGS__)
-WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
-WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
-WGMMA(72, 36, 36, 37, 38, 39, 40, 41, 42)
-WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
-WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
-WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
-WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
-WGMMA(136, 68, 68, 69, 70, 71, 72, 73, 74)
-WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78)
-WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
-WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)
-WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
-WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
-WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
+WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22, 23)
+WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38, 39)
+WGMMA(72, 36, 36, 37, 38, 39, 40, 41, 42, 43)
+WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46, 47)
+WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54, 55)
+WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62, 63)
+WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70, 71)
+WGMMA(136, 68, 68, 69, 70, 71, 72, 73, 74, 75)
+WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78, 79)
+WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86, 87)
+WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94, 95)
+WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102, 103)
+WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118, 119)
+WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134, 135)
 #undef WGMMA
 #undef WGMMA_OF
 // clang-format on

@@ -34,28 +34,40 @@ __device__ __forceinline__ void copy_bits(
 
 // ---- products ---------------------------------------------------------------------------------
 
-// D [64, N] = A B^T of 64 rows of a tile A [A_ROWS, HEAD_DIM] and N of B [B_ROWS, HEAD_DIM], in the
-// background.
-template <int A_ROWS, int B_ROWS, int N = B_ROWS>
-__device__ __forceinline__ void start_rows(
-    float (&D_acc)[N / 2], Descriptor A_rows, Descriptor B_rows) {
+// A product of 64 rows of a tile A [A_ROWS, HEAD_DIM] and N of B [B_ROWS, HEAD_DIM], in the
+// background. It is multiply(A_rows, B_rows, k) for 16 columns at a time.
+template <int A_ROWS, int B_ROWS, int ACCUMULATORS, typename Rows, typename Multiply>
+__device__ __forceinline__ void start_row_products(
+    float (&D_acc)[ACCUMULATORS], Rows A_rows, Rows B_rows, const Multiply& multiply) {
   wgmma_use(D_acc);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < ceil_div(HEAD_DIM, 16); ++k) {  // 32 bytes of a row, then the next box
     const int box = k / 4, byte = k % 4 * 32;
-    Wgmma<elem_t, N>::ss(
-        D_acc, A_rows + (box * A_ROWS * BOX_BYTES + byte),
-        B_rows + (box * B_ROWS * BOX_BYTES + byte), k > 0);
+    multiply(
+        A_rows + (box * A_ROWS * BOX_BYTES + byte), B_rows + (box * B_ROWS * BOX_BYTES + byte), k);
   }
   wgmma_commit_group();
+}
+// D [64, N] = A B^T.
+template <int A_ROWS, int B_ROWS, int N = B_ROWS, typename Rows>
+__device__ __forceinline__ void start_rows(float (&D_acc)[N / 2], Rows A_rows, Rows B_rows) {
+  start_row_products<A_ROWS, B_ROWS>(D_acc, A_rows, B_rows, [&](Rows A, Rows B, int k) {
+    Wgmma<elem_t, N>::ss(D_acc, A, B, k > 0);
+  });
+}
+// D [64, N] -= A B^T.
+template <int A_ROWS, int B_ROWS, int N = B_ROWS, typename Rows>
+__device__ __forceinline__ void start_rows_minus(float (&D_acc)[N / 2], Rows A_rows, Rows B_rows) {
+  start_row_products<A_ROWS, B_ROWS>(
+      D_acc, A_rows, B_rows, [&](Rows A, Rows B, int) { Wgmma<elem_t, N>::ss_minus(D_acc, A, B); });
 }
 
 // D [64, COLS] += A B of A [64, 16 K_STEPS] in registers and rows B [16 K_STEPS, COLS], in the
 // background.
-template <int K_STEPS>
+template <int K_STEPS, typename Rows>
 __device__ __forceinline__ void start_columns(
-    float (&D_acc)[COLS / 2], uint32_t (&A_frag)[K_STEPS][4], Descriptor B_columns) {
+    float (&D_acc)[COLS / 2], uint32_t (&A_frag)[K_STEPS][4], Rows B_columns) {
   wgmma_use(D_acc);
   wgmma_use(A_frag);
   wgmma_fence();
@@ -118,21 +130,27 @@ __device__ __forceinline__ float* query_sums(
   return grad.dQ_sum + (rows / 64 * QUERY_SUMS_BOXES + box) * QUERY_SUMS_TILE;
 }
 
-// Adds 16 bytes of floats to memory. Each float is a separate addition, in any order with other
-// threads.
+// Adds 16 bytes of floats to memory, BYTES further on. Each float is a separate addition, in any
+// order with other threads.
+template <int BYTES>
 __device__ __forceinline__ void red_add_v4(float* global, float a, float b, float c, float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b),
-               "f"(c), "f"(d)
+  asm volatile("red.global.add.v4.f32 [%0 + %5], {%1, %2, %3, %4};" ::"l"(global), "f"(a), "f"(b),
+               "f"(c), "f"(d), "n"(BYTES)
                : "memory");
 }
 
-// Adds a warpgroup's accumulators to sums of 64 rows and 64 columns.
+// Adds a warpgroup's accumulators to sums of 64 rows and 64 columns, from 16 bytes number N of a
+// thread on. One address serves all.
+template <int N>
+__device__ __forceinline__ void add_from(float* own, const float (&acc)[QUERY_SUMS]) {
+  if constexpr (N < QUERY_SUMS / 4) {
+    constexpr int BYTES = N * WARPGROUP * 4 * sizeof(float);
+    red_add_v4<BYTES>(own, acc[4 * N], acc[4 * N + 1], acc[4 * N + 2], acc[4 * N + 3]);
+    add_from<N + 1>(own, acc);
+  }
+}
 __device__ __forceinline__ void add_query_sums(float* sums, const float (&acc)[QUERY_SUMS]) {
-#pragma unroll
-  for (int n = 0; n < QUERY_SUMS / 4; ++n)
-    red_add_v4(
-        sums + (n * 128 + threadIdx.x % 128) * 4, acc[4 * n], acc[4 * n + 1], acc[4 * n + 2],
-        acc[4 * n + 3]);
+  add_from<0>(sums + threadIdx.x % WARPGROUP * 4, acc);
 }
 
 // Stores the sums, if no block has added to them yet.

@@ -79,22 +79,17 @@ struct Weight {
   float P, dS;
 };
 // P and dS of a changed score, and of the same with a bias. The slope of a softcap comes from the
-// score itself, so that no register holds both; it is 0 past a mask. `factor` is that of the row, 1
-// unless coarse.
+// score itself, so that no register holds both; it is 0 past a mask. `above` is dP less Delta, and
+// `factor` that of the row, 1 unless coarse.
 template <bool ANY_COARSE>
-__device__ __forceinline__ Weight weight_of_changed(
-    const AttnParams& p, float S, float biased, float dP, float M, float delta, float factor) {
+__device__ __forceinline__ Weight
+weight_of_changed(const AttnParams& p, float S, float biased, float above, float M, float factor) {
   float P = probability(biased, p.scale_log2, M);  // R9
   if constexpr (ANY_COARSE) P = normalised(P, factor);
-  const float dS = P * (dP - delta);  // R11
+  const float dS = P * above;  // R11
   if constexpr (!SOFTCAP) return {P, dS};
   const float t = fmaxf(S * p.softcap_inverse, -1.0f);
   return {P, dS * fmaf(-t, t, 1.0f)};  // R11
-}
-template <bool ANY_COARSE>
-__device__ __forceinline__ Weight
-weight_of_changed(const AttnParams& p, float S, float dP, float M, float delta, float factor) {
-  return weight_of_changed<ANY_COARSE>(p, S, S, dP, M, delta, factor);
 }
 
 // Whether any of ROWS rows is coarse, by their flags in global or shared memory.

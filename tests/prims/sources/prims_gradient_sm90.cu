@@ -42,13 +42,14 @@ extern "C" __global__ __launch_bounds__(256, 1) void products(
   float S_acc[N / 2], D_acc[COLS / 2] = {};
   uint32_t S_frag[N / 16][4];
   start_rows<M, N>(
-      S_acc, descriptor_k_major(&smem.A[0][row0 * BOX_COLS]), descriptor_k_major(smem.B[0]));
+      S_acc, Descriptor64(descriptor_k_major(&smem.A[0][row0 * BOX_COLS])),
+      Descriptor64(descriptor_k_major(smem.B[0])));
   wgmma_wait_group<0>();
   wgmma_use(S_acc);
 #pragma unroll
   for (int i = 0; i < N / 4; ++i)
     S_frag[i / 4][i % 4] = pack_rn<elem_t>(S_acc[2 * i], S_acc[2 * i + 1]);
-  start_columns(D_acc, S_frag, descriptor_n_major(smem.C[0], N * BOX_BYTES));
+  start_columns(D_acc, S_frag, Descriptor64(descriptor_n_major(smem.C[0], N * BOX_BYTES)));
   wgmma_wait_group<0>();
   wgmma_use(D_acc);
   const int row = row0 + warp_id() % 4 * 16 + lane_id() / 4;
