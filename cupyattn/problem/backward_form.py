@@ -166,7 +166,7 @@ def order_is_faster(call: AttentionSpec) -> bool:
     if call.head_dim > SUMMED or (call.causal and call.heads != call.heads_kv):
         return False
     if call.head_dim > 64:
-        return call.len_kv <= IN_ORDER_KEYS_PAST_64
+        return call.causal and call.len_kv <= IN_ORDER_KEYS_PAST_64
     return (call.len_kv // 2 if call.causal else call.len_kv) <= IN_ORDER_KEYS
 
 

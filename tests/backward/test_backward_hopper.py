@@ -249,8 +249,8 @@ def test_explain_names_the_form() -> None:
     [
         (64, 1024, False, "sm90_deterministic"), (64, 1025, False, "sm90_atomic"),
         (40, 2048, True, "sm90_deterministic"), (40, 2050, True, "sm90_atomic"),
-        (72, 4095, True, "sm90_deterministic"), (128, 4095, False, "sm90_deterministic"),
-        (128, 4096, False, "sm90_atomic"), (72, 4096, True, "sm90_atomic"),
+        (72, 4095, True, "sm90_deterministic"), (72, 4096, True, "sm90_atomic"),
+        (128, 1024, False, "sm90_atomic"),
         (256, 50, False, "sm90_atomic"),
     ],
 )  # fmt: skip
