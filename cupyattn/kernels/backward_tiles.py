@@ -27,9 +27,9 @@ SUMMED = 128
 #: Tiles of ``backward_keys_pair.cu`` past that: the keys are of two blocks, half of them each.
 PAIR_TILES = Tiles(64, 128, 12, 2)
 #: Up to so many keys, blocks that add to dQ in turn are faster than atomic additions: up to
-#: head_dim 64, where a causal mask doubles the limit, and past it under such a mask alone. Where
-#: heads share keys under it, blocks wait at each head, and atomic additions are faster. Records:
-#: experiments/results/backward.json and backward_designs_joules.json.
+#: head_dim 64, and past it. Up to 64, a causal mask doubles the limit; past 64 only calls with such
+#: a mask take turns. Where heads share keys under it, blocks wait at each head, and additions are
+#: faster. Records: experiments/results/backward.json and backward_designs_lean.json.
 IN_ORDER_KEYS, IN_ORDER_KEYS_PAST_64 = 1024, 4095
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.
