@@ -208,7 +208,7 @@ def _steps_of(settings: NormQuantSettings, x: Described, vectors: set[str]) -> R
     check_strategy(settings.strategy)
     activation = settings.activation or ""
     if activation:
-        check_activation(activation, x.shape[-1])
+        check_activation(activation, x.shape[-1], "x", "channels")
     if activation in GLU and (settings.norm is not None or vectors):
         raise UnsupportedError(
             f"activation={activation!r} takes rows as they are, without norm, weight, bias, scale "

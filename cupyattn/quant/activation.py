@@ -26,22 +26,24 @@ ACTIVATION_SLOPE = {"": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 MOST_SPLITS = 8
 
 
-def check_activation(activation: str, rows: int) -> None:
-    """Raise ValueError for an unknown name, and for a gated linear unit of an odd number of rows.
+def check_activation(activation: str, size: int, what: str = "a weight", of: str = "rows") -> None:
+    """Raise ValueError for an unknown name, and for a gated linear unit of an odd size.
 
     Parameters
     ----------
     activation : str
-    rows : int
-        Rows of the weight.
+    size : int
+        Rows of the weight, or channels of what is activated.
+    what, of : str, optional
+        What has the size, and of what it counts, in words.
     """
     if activation not in (*ACTIVATIONS, *GLU):
         names = " or ".join(map(repr, (*ACTIVATIONS[1:], *GLU)))
         raise ValueError(f"activation must be {names} or None, got {activation!r}")
-    if activation in GLU and rows % 2:
+    if activation in GLU and size % 2:
         raise ValueError(
-            f"activation={activation!r} takes a weight with an even number of rows, of which half "
-            f"are the gate's, got {rows}: use {GLU[activation]!r} for a weight without a gate"
+            f"activation={activation!r} takes {what} with an even number of {of}, of which half "
+            f"are the gate's, got {size}: use {GLU[activation]!r} for {what} without a gate"
         )
 
 

@@ -331,7 +331,9 @@ def rounded_codes(values: Array, inverse: Array) -> Array:
 def check_values(name: str, x: Array, *, least_axes: int) -> None:
     """Raise unless an array has a supported type and enough axes."""
     if x.dtype.name not in STORAGE:
-        raise TypeError(f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}")
+        raise TypeError(
+            f"{name} must be {', '.join(STORAGE)}, got {x.dtype.name}: convert it to one of these"
+        )
     if x.ndim < least_axes:
         raise ValueError(f"{name} must have {least_axes} or more axes, got shape {tuple(x.shape)}")
 

@@ -475,6 +475,8 @@ X, ROW = np.ones((4, 256), np.float16), np.ones(256, np.float16)
         ({"x": X[:, :96], "rotate": "hadamard"}, ca.UnsupportedError, "multiple of 64 channels"),
         ({"x": X[:, :0]}, ValueError, "x must have channels"),
         ({"x": X.astype("i4")}, TypeError, "x must be float16, bfloat16, float32, got int32"),
+        ({"x": X[:, :33], "activation": "swiglu"}, ValueError,
+         "activation='swiglu' takes x with an even number of channels.*got 33: use 'silu' for x"),
         (
             {"x": np.ones((1, MOST_CHANNELS + 8), "f2"), "backend": "interpret"},
             ca.UnsupportedError, "split the rows, or use backend='mirror'",
