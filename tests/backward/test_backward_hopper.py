@@ -510,8 +510,9 @@ def test_shared_memory_has_no_bank_conflicts(head_dim: int, form: str, of_scores
     with interpret.observe(profile):
         inputs = received(*normal((1, 1, 130, head_dim), (1, 1, 70, head_dim)), **options)
         run_backward(inputs, **interpreted_as(form), **options)
-    wide = "_wide" if head_dim > SUMMED else ""
-    assert profile.excess == 0 and f"backward_keys{wide}" in profile.kernels
+    past_128 = "_wide" if of_scores else "_pair"
+    kernel = "backward_keys" + (past_128 if head_dim > SUMMED else "")
+    assert profile.excess == 0 and kernel in profile.kernels
 
 
 #: Lengths of q and k: one without rows, one without keys, one longer than a block of either.
