@@ -223,6 +223,17 @@ def test_parts_of_the_rows_have_weights_of_their_own(split: int, quant: QuantCon
     assert_codes_are_the_mirrors(drawn((4, 2), (60, 90), 128), quant, how, "sm_90a")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "split"), [((1, 2), 1), ((1, 2), 2), *slow_rows([((35, 83), 35), ((7, 81), 81)])]
+)
+def test_a_part_that_is_all_rows_keeps_its_weights_past_the_end(
+    lengths: tuple[int, int], split: int
+) -> None:
+    """The last row repeats there and counts for its group's maximum."""
+    arrays = drawn((4, 2), lengths, 128)
+    assert_codes_are_the_mirrors(arrays, QUANT["balanced"], preparation(128, split=split), "sm_90a")
+
+
 @pytest.mark.slow
 def test_rows_with_gaps_and_positions_from_an_offset() -> None:
     """Heads lie between the rows of a token, behind gaps of 16 bytes."""
@@ -272,7 +283,7 @@ HEADS, TABLES, SUMS = (f"prims/codes/quantize_{x}.cuh" for x in ("heads", "table
             (HEADS, "head_of(pass) * GROUPS + uint32_t", "uint32_t", AssertionError),
             (HEADS, "shared.held[pass % HEAD_PASSES][i][thread_id()] =",
              "shared.held[0][i][thread_id()] =", (AssertionError, KernelFault)),
-            (HEADS, "rowwise.how, min(row_in_head(first), at.rows - 1)",
+            (HEADS, "rowwise.how, known",
              "rowwise.how, min(row_in_head(0), at.rows - 1)", AssertionError),
             (HEADS, "* (WARP_SIZE / LANES) < at.rows;", "* (WARP_SIZE / LANES) < at.rows - 9;",
              (AssertionError, KernelFault)),

@@ -36,7 +36,7 @@ constexpr int Q_BOXES = BLOCK_Q / BOX_COLS;  // per row of dS^T
 // P and dS are made together, once dP is there. Masked scores of HEAD_DIM 64 spill then; of more
 // columns they spill otherwise, as do scores with a bias.
 constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
-// dP is subtracted from Delta by the tensor core. With a mask or BLOCK_Q 128 Delta spilled during S.
+// The tensor core subtracts dP from Delta. With a mask or BLOCK_Q 128 Delta spilled during S.
 constexpr bool FROM_DELTA = BLOCK_Q == 64 && !MASK;
 constexpr int PRODUCER_REGISTERS = 24;
 constexpr int CONSUMER_REGISTERS = 240;

@@ -128,7 +128,8 @@ struct HeadRows {
 #pragma unroll
     for (int first = 0; first < HEAD_PASSES; ++first) {
       if (HEAD_PASSES > 1 && !has_rows(at, first)) continue;
-      const bool second = NORM_BY_PART && row_in_head(first) >= rowwise.how.split;
+      const int known = min(row_in_head(first), at.rows - 1);  // past the end the last row repeats
+      const bool second = NORM_BY_PART && known >= rowwise.how.split;
       const HeadColumns& of_part = shared.weight[second];
       PreparedRow row[Cut::HEADS];
 #pragma unroll
@@ -153,7 +154,7 @@ struct HeadRows {
         for (int part = 0; part < TableRow::PARTS; ++part) {
           if constexpr (!TABLES_FIRST) {
             __syncwarp();  // no hazard: tables are not read before the registers are free
-            tables.load(rowwise.how, min(row_in_head(first), at.rows - 1), i, part);
+            tables.load(rowwise.how, known, i, part);
           }
 #pragma unroll
           for (int head = 0; head < Cut::HEADS; ++head) tables.turn(row[head], i, part);

@@ -75,34 +75,6 @@ extern "C" __global__ __launch_bounds__(256, 1) void ss(const elem_t* A,  // [M,
   }
 }
 
-// The same by descriptors of 64 bits: D = 1 - A B^T.
-extern "C" __global__ __launch_bounds__(256, 1) void ss_minus(const elem_t* A,  // [M, K]
-                                                             const elem_t* B,  // [N, K]
-                                                             float* D) {       // [M, N]
-  SharedStorage& smem = shared_storage();
-  place<M>(smem.A, A, K);
-  place<N>(smem.B, B, K);
-  fence_proxy_async();
-  __syncthreads();  // both operands are complete
-  const int row0 = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
-  const Descriptor64 A_rows = descriptor_k_major(smem.A[0]);
-  const Descriptor64 B_rows = in_this_step(descriptor_k_major(smem.B[0]));
-  float c[N / 2];
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
-  wgmma_use(c);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < K / 16; ++k)
-    Wgmma<elem_t, N>::ss_minus(
-        c, A_rows.stage(row0, 128) + (k / 4 * M * 128 + k % 4 * 32),
-        B_rows + (k / 4 * N * 128 + k % 4 * 32));
-  wgmma_commit_group();
-  wgmma_wait_group<0>();
-  wgmma_use(c);
-  store(D + row0 * N, c);
-}
-
 // A in registers, B in shared memory with its rows along N: D = 1 + A B.
 extern "C" __global__ __launch_bounds__(128, 1) void rs(const elem_t* A,  // [64, KEYS]
                                                        const elem_t* B,  // [KEYS, N]
@@ -129,6 +101,34 @@ extern "C" __global__ __launch_bounds__(128, 1) void rs(const elem_t* A,  // [64
   wgmma_wait_group<0>();
   wgmma_use(c);
   store(D, c);
+}
+
+// A and B in shared memory by descriptors of 64 bits: D = 1 - A B^T.
+extern "C" __global__ __launch_bounds__(256, 1) void ss_minus(const elem_t* A,  // [M, K]
+                                                             const elem_t* B,  // [N, K]
+                                                             float* D) {       // [M, N]
+  SharedStorage& smem = shared_storage();
+  place<M>(smem.A, A, K);
+  place<N>(smem.B, B, K);
+  fence_proxy_async();
+  __syncthreads();  // both operands are complete
+  const int row0 = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
+  const Descriptor64 A_rows = descriptor_k_major(smem.A[0]);
+  const Descriptor64 B_rows = in_this_step(descriptor_k_major(smem.B[0]));
+  float c[N / 2];
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) c[i] = 1.0f;
+  wgmma_use(c);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < K / 16; ++k)
+    Wgmma<elem_t, N>::ss_minus(
+        c, A_rows.stage(row0, 128) + (k / 4 * M * 128 + k % 4 * 32),
+        B_rows + (k / 4 * N * 128 + k % 4 * 32));
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  wgmma_use(c);
+  store(D + row0 * N, c);
 }
 
 // Both operands in shared memory, the rows of B along N, those of A along k or, ACROSS, along M:
