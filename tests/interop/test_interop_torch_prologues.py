@@ -16,6 +16,7 @@ import pytest
 import cupyattn as ca
 
 torch = pytest.importorskip("torch")
+pytree = importlib.import_module("torch.utils._pytree")
 epilogues = importlib.import_module("tests.interop.test_interop_torch_epilogues")
 interop = importlib.import_module("cupyattn.interop.torch")
 linear_parts = importlib.import_module("cupyattn.interop.torch.linear_parts")
@@ -369,9 +370,10 @@ MISCALLED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("place", ["cpu", "meta"])
 def test_a_wrong_call_of_the_operator_says_so(name: str, place: str) -> None:
     changed, sentence = MISCALLED[name]
-    given = two_layers()._replace(**changed)
+    given = tuple(two_layers()._replace(**changed))
+    given = pytree.tree_map_only(torch.Tensor, lambda x: x.to(place), given)
     with pytest.raises(ValueError, match=sentence):
-        linear_parts.normed_layers(*given._replace(x=given.x.to(place)))
+        linear_parts.normed_layers(*given)
 
 
 @pytest.mark.parametrize("name", ["x", "norm_weight", "biases"])
