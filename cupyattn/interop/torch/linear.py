@@ -377,9 +377,10 @@ class Int8Linear(torch.nn.Linear):
             raise ValueError(
                 f"outlier_dtype goes with outlier_columns, got {outlier_dtype!r}: leave it out"
             )
-        for name, x in (("weight", weight), ("smooth", smooth)):
-            if not isinstance(x, Tensor) and (x is not None or name == "weight"):
-                raise TypeError(f"{name} must be a tensor, got {shown(x)}")
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"weight must be a tensor, got {shown(weight)}")
+        if smooth is not None and not isinstance(smooth, Tensor):
+            raise TypeError(f"smooth must be a tensor, got {shown(smooth)}")
         # Tensors of inference mode allow neither gradients nor loading.
         with on_device_of(weight), torch.inference_mode(mode=False):
             factors = None if smooth is None else as_array(smooth)
