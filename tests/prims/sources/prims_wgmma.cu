@@ -43,17 +43,22 @@ __device__ void store(float* C, const float (&c)[N / 2]) {
     C[(row + i / 2 % 2 * 8) * N + i / 4 * 8 + col + i % 2] = c[i];
 }
 
+// Both operands, [M, K] and [N, K], to shared memory. Returns the first row of this warpgroup.
+__device__ __forceinline__ int place_both(SharedStorage& smem, const elem_t* A, const elem_t* B) {
+  place<M>(smem.A, A, K);
+  place<N>(smem.B, B, K);
+  fence_proxy_async();
+  __syncthreads();  // both operands are complete
+  return __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
+}
+
 // Both operands in shared memory, for two warpgroups: D = A B^T, and then 1 + A B^T.
 extern "C" __global__ __launch_bounds__(256, 1) void ss(const elem_t* A,  // [M, K]
                                                        const elem_t* B,  // [N, K]
                                                        float* D,         // [M, N]
                                                        float* sum) {     // [M, N]
   SharedStorage& smem = shared_storage();
-  place<M>(smem.A, A, K);
-  place<N>(smem.B, B, K);
-  fence_proxy_async();
-  __syncthreads();  // both operands are complete
-  const int row0 = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
+  const int row0 = place_both(smem, A, B);
   const Descriptor A_rows = descriptor_k_major(&smem.A[0][row0 * COLS]);
   const Descriptor B_rows = descriptor_k_major(smem.B[0]);
 #pragma unroll 1
@@ -108,11 +113,7 @@ extern "C" __global__ __launch_bounds__(256, 1) void ss_minus(const elem_t* A,  
                                                              const elem_t* B,  // [N, K]
                                                              float* D) {       // [M, N]
   SharedStorage& smem = shared_storage();
-  place<M>(smem.A, A, K);
-  place<N>(smem.B, B, K);
-  fence_proxy_async();
-  __syncthreads();  // both operands are complete
-  const int row0 = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0) * 64;
+  const int row0 = place_both(smem, A, B);
   const Descriptor64 A_rows = descriptor_k_major(smem.A[0]);
   const Descriptor64 B_rows = in_this_step(descriptor_k_major(smem.B[0]));
   float c[N / 2];
