@@ -30,6 +30,7 @@ from cupyattn.interop.torch.graph_nodes import (
     only_reader,
     other_operand,
     same,
+    take_lengths_from_inputs,
     value_of,
 )
 from cupyattn.interop.torch.joint_rows import join_rows
@@ -123,6 +124,7 @@ def fuse(graph: Graph) -> None:
 
     Attention gets the norms and rotary embeddings of q and k.
     """
+    take_lengths_from_inputs(graph)
     attention_rows.fold(graph)
     join_slices([node for node in graph.nodes if _is_layer(node)])
     graph.eliminate_dead_code()  # slices without readers count as readers

@@ -45,6 +45,26 @@ def is_length(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (int, torch.SymInt))
 
 
+def take_lengths_from_inputs(graph: Graph) -> None:
+    """Let lengths that are symbols, or sums of them, be computed from the graph's inputs.
+
+    Measured where they are used, they keep the tensor that they measure in the graph.
+    """
+    values = [(node, node.meta.get("val")) for node in graph.nodes]
+    lengths = [(node, x.node.expr) for node, x in values if isinstance(x, torch.SymInt)]
+    given = {expr: node for node, expr in lengths if node.op == "placeholder"}
+    for node, expr in lengths:
+        parts = expr.args if expr.is_Add else (expr,)
+        if node.target is not torch.ops.aten.sym_size.int or not all(one in given for one in parts):
+            continue
+        found, *others = (given[one] for one in parts)
+        with graph.inserting_before(node):
+            for other in others:
+                found = insert(graph, operator.add, found, other)
+        node.replace_all_uses_with(found)
+        graph.erase_node(node)
+
+
 def are_alone(nodes: set[Node], ends: Collection[Node]) -> bool:
     """Whether nodes have no readers but each other, except the ends."""
     inner = (node for node in nodes if node not in ends)
