@@ -199,14 +199,43 @@ def test_other_modules_are_left_as_they_are() -> None:
     assert module[0] is kept
 
 
+def converted(module: Any, folder: Path) -> Path:
+    """Return the folder of a checkpoint whose layers by channel are INT8."""
+    arrays = {n: bridge.as_array(y.contiguous()) for n, y in module.state_dict().items()}
+    source = write(folder / "model" / "model.safetensors", arrays).parent
+    config = ca.Int8Config(strategy="channel", min_elements_for_int8=0)
+    ca.checkpoints.convert(source, folder / "int8", config=config)
+    return folder / "int8"
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_an_interrupted_load_leaves_the_model_as_it_was(
+    guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes when all layers are in place, before or after they are guarded."""
+    module = model()
+    folder = converted(module, tmp_path)
+    before = [(one, {*vars(one)}) for one in module.modules()]
+    loading = importlib.import_module("cupyattn.interop.torch.loading")
+    guard = loading.guard
+
+    def interrupted(given: Any) -> None:
+        assert type(first(given)) is activated.ActivatedInt8Linear
+        if guarded:
+            guard(given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "guard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interop.load_int8(module, folder, backend="mirror")
+    assert [(one, {*vars(one)}) for one in module.modules()] == before
+
+
 def test_a_checkpoint_keeps_the_order_of_rows(tmp_path: Path) -> None:
     """Codes of a converted model, of a replaced one and of its state dict are the same."""
     module, x = model(), rows()
-    arrays = {n: bridge.as_array(y.contiguous()) for n, y in module.state_dict().items()}
-    folder = write(tmp_path / "model" / "model.safetensors", arrays).parent
-    config = ca.Int8Config(strategy="channel", min_elements_for_int8=0)
-    ca.checkpoints.convert(folder, tmp_path / "int8", config=config)
-    loaded = interop.load_int8(model(), tmp_path / "int8", backend="mirror")
+    checkpoint = converted(module, tmp_path)
+    loaded = interop.load_int8(model(), checkpoint, backend="mirror")
     int8(module)
     assert type(first(loaded)) is activated.ActivatedInt8Linear
     assert first(loaded).activation == "geglu_gate_last"
@@ -215,6 +244,5 @@ def test_a_checkpoint_keeps_the_order_of_rows(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded["blocks"](x), module["blocks"](x))
         replaced = model()
-        checkpoint = tmp_path / "int8"
         interop.replace_linear_with_int8(replaced, checkpoint=checkpoint, backend="mirror")
         assert torch.equal(replaced["blocks"](x), module["blocks"](x))

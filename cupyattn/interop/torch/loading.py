@@ -24,7 +24,7 @@ from cupyattn.interop.handle import target_of, uncompiled
 from cupyattn.interop.torch.activated import place_activated_layers
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put
-from cupyattn.interop.torch.guards import guard
+from cupyattn.interop.torch.guards import guard, unguard
 from cupyattn.interop.torch.linear import CODES, Int8Linear
 from cupyattn.interop.torch.offloading import check_not_offloaded
 from cupyattn.interop.torch.originals import original_of
@@ -120,18 +120,19 @@ def _loaded(
     places = put(model, replaced)
     try:
         _load_rest(model, source, parts | {one.codes for one in codes.values()})
+        former = layout_of(source).dtypes
+        for weight in codes:
+            linear = layers[weight.removesuffix(WEIGHT)]
+            layer = replaced[id(linear)]
+            types = former.get(weight), source.tensors[codes[weight].scales].dtype
+            layer.weight_dtype = _dtype_of(layer, *types, linear)
+        places += place_activated_layers(model)
+        guard(model)
     except BaseException:
-        for parent, name, linear, _ in places:
-            parent._modules[name] = linear
+        for parent, name, module, _ in reversed(places):
+            parent._modules[name] = module
+        unguard(model)
         raise
-    former = layout_of(source).dtypes
-    for weight in codes:
-        linear = layers[weight.removesuffix(WEIGHT)]
-        layer = replaced[id(linear)]
-        types = former.get(weight), source.tensors[codes[weight].scales].dtype
-        layer.weight_dtype = _dtype_of(layer, *types, linear)
-    place_activated_layers(model)
-    guard(model)
     return model.eval() if made_here else given
 
 
