@@ -18,8 +18,8 @@ from cupyattn.problem.row_preparation import Preparation
 
 #: Rows of a block: a few accesses for each of its threads at any head_dim.
 _TILES = Tiles(block_q=64, block_kv=1, num_warps=4)
-#: Tokens of a block of ``token_factors.cu``: as many as its threads take in a few passes.
-_TOKEN_TILES = Tiles(block_q=32, block_kv=1, num_warps=4)
+#: Tokens of a block of ``token_factors.cu``, which its threads take in one pass at head_dim 128.
+_TOKEN_TILES = Tiles(block_q=16, block_kv=1, num_warps=4)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ GOOD: dict[str, Tiles | GemmTiles] = {
     "prepare/rope.cu": Tiles(64, 1, 4),
     "prepare/unpack.cu": Tiles(64, 1, 4),
     "prepare/normalise.cu": Tiles(64, 1, 4),
-    "prepare/token_factors.cu": Tiles(32, 1, 4),
+    "prepare/token_factors.cu": Tiles(16, 1, 4),
     "backward/backward_normalise.cu": Tiles(64, 1, 4),
     "backward/backward_delta.cu": Tiles(64, 1, 4),
     "backward/backward_coarse.cu": Tiles(64, 1, 4),
