@@ -296,7 +296,7 @@ struct Rowwise<true> {
           const float other = factor[first + i];  // NOTE: as a branch it puts factors on the stack
           own = lane_in_row() == i ? other : own;
         }
-        own = norm_factor(__fdiv_rn(own, float(HEAD_DIM)), how.eps);
+        own = norm_factor(of_head_dim(own), how.eps);
 #pragma unroll
         for (int i = 0; i < LANES && first + i < ROWS; ++i)
           factor[first + i] = __shfl_sync(FULL_WARP, own, i, LANES);

@@ -2,6 +2,7 @@
 // over the rows of its mean. Over all rows, also its least and largest numbers.
 #pragma once
 
+#include "prims/codes/quantize_heads.cuh"
 #include "prims/codes/quantize_tables.cuh"
 
 // Rows that a sum waits for at once, and at the end of a head, where some may not exist.
@@ -16,8 +17,11 @@ constexpr int TABLE_BYTES = TABLES_IN_SHARED ? sizeof(TablesInFlight) : 0;
 // twice as many. It has if lanes prepare rows, because they then have twice the columns.
 constexpr int FOLDED_ROWS = PREPARED ? NUM_WARPS : ROWS_PER_PASS;
 __device__ __forceinline__ int folded_row() { return PREPARED ? warp_id() : row_in_pass(); }
+template <bool HALVES>  // whether lanes have columns of both halves
 __device__ __forceinline__ int folded_col(int access) {
-  return PREPARED && lane_id() >= LANES ? HEAD_DIM : col_of(access);
+  if (PREPARED && lane_id() >= LANES) return HEAD_DIM;
+  if constexpr (HALVES) return half_col(access);
+  return col_of(access);
 }
 
 // Shared memory of the block, for one piece of work after the other. For codes of V it holds a
@@ -43,7 +47,7 @@ __device__ __forceinline__ void fold_warp(T (&of_lane)[LANE_ACCESSES][VEC], Comb
 
 // Folds the lanes' numbers of each column, in rising order of their rows: result(column, all). The
 // whole block takes part; `space` holds numbers of 4 bytes.
-template <typename T, typename Combine, typename Result>
+template <bool HALVES, typename T, typename Combine, typename Result>
 __device__ __forceinline__ void fold_columns(
     uint32_t* space, T (&of_lane)[LANE_ACCESSES][VEC], Combine combine, Result result) {
   auto all = reinterpret_cast<T(*)[HEAD_DIM]>(space);  // [FOLDED_ROWS, HEAD_DIM]
@@ -51,9 +55,9 @@ __device__ __forceinline__ void fold_columns(
   __syncthreads();  // all threads have folded the numbers before these
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
-    if (folded_col(a) < HEAD_DIM)
+    if (folded_col<HALVES>(a) < HEAD_DIM)
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) all[folded_row()][folded_col(a) + j] = of_lane[a][j];
+      for (int j = 0; j < VEC; ++j) all[folded_row()][folded_col<HALVES>(a) + j] = of_lane[a][j];
   __syncthreads();  // every lane's numbers are there before they are folded
   for (int col = thread_id(); col < HEAD_DIM; col += NUM_THREADS) {
     T folded = all[0][col];
@@ -87,6 +91,77 @@ template <bool EXTREMA, bool ROWS_PREPARED>
 struct LaneSums {
   float sum[LANE_ACCESSES][VEC] = {};
   Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
+
+  // All rows of the slice, ROWS of a lane at a time. Past the last row, the last row is repeated,
+  // and adds nothing.
+  template <int ROWS>
+  __device__ __forceinline__ void add_rows(
+      const QuantizeParams& p, const Place& at, const Preparation& how) {
+    const HeadColumns* weight = weights_of(true);
+    const elem_t* X = at.X(p) + half_col(0);  // [rows, HEAD_DIM]
+    constexpr bool AHEAD = ROWS > 1;  // whether the first part of tables is
+    Words<elem_t, VEC> next[ROWS][LANE_ACCESSES];
+    TableRow tables[ROWS];
+    int row[ROWS];
+    auto find_rows = [&](int row0) {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+        row[i] = row_of_mean(
+                     at.row0 + min(row0 + i * ROWS_PER_PASS + row_in_pass(), at.rows - 1),
+                     at.length) - at.row0;
+    };
+    auto load = [&] {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) load_row(next[i], X + row[i] * p.X_stride.len);
+    };
+    auto load_tables = [&](int i, int part) {
+      tables[i].load_part(p.cos, p.sin, TableRow::offset(p.position + at.row0 + row[i]), part);
+    };
+    auto load_first = [&] {
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) load_tables(i, 0);
+    };
+    constexpr int LAST = TableRow::PARTS - 1;
+    find_rows(0);
+    load();
+    if constexpr (AHEAD) load_first();
+    int first_col = HeadColumns::first();
+    keep(first_col);
+#pragma unroll 1
+    for (int row0 = 0; row0 < at.rows; row0 += ROWS * ROWS_PER_PASS) {
+      PreparedRow made[ROWS];
+      rows_of_words(made, next, how.eps);
+      __syncwarp();  // no hazard
+      if constexpr (!AHEAD) load_first();
+      load_tables(0, LAST);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+        weigh_row(made[i], weight[NORM_BY_PART && row[i] >= how.split], first_col);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) {
+        tables[i].turn(made[i], 0, 0);
+        if (i + 1 == ROWS) continue;
+        __syncwarp();  // no hazard: the next numbers take the registers of these
+        load_tables(i + 1, LAST);
+      }
+      find_rows(row0 + ROWS * ROWS_PER_PASS);
+      __syncwarp();  // no hazard
+      load();
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i) tables[i].turn(made[i], 0, LAST);
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+        if (row0 + i * ROWS_PER_PASS + row_in_pass() < at.rows)
+#pragma unroll
+          for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+            for (int j = 0; j < VEC; ++j) sum[a][j] += made[i].element(a, j);
+      if constexpr (AHEAD) {
+        __syncwarp();  // no hazard
+        load_first();
+      }
+    }
+  }
 
   // ROWS rows of the slice from row0 on, one of each pass. WHOLE: all of them exist. Otherwise the
   // last row is repeated past the end, and adds nothing.
@@ -155,6 +230,7 @@ struct LaneSums {
   }
 };
 
+
 template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   uint32_t* space = shared_space();  // for one fold after the other
@@ -162,15 +238,20 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
-  int row0 = 0;
+  constexpr bool HALVES = ROWS_PREPARED && BY_ROWS && !EXTREMA;
+  if constexpr (HALVES) {
+    own.template add_rows<ROWS_TOGETHER>(p, at, rowwise.how);
+  } else {
+    int row0 = 0;
 #pragma unroll 1
-  for (; row0 + TOGETHER <= at.rows; row0 += TOGETHER)
-    own.template add<true, ROWS_IN_FLIGHT>(p, at, rowwise, row0 + row_in_pass());
+    for (; row0 + TOGETHER <= at.rows; row0 += TOGETHER)
+      own.template add<true, ROWS_IN_FLIGHT>(p, at, rowwise, row0 + row_in_pass());
 #pragma unroll 1
-  for (; row0 < at.rows; row0 += AT_END)
-    own.template add<false, ROWS_AT_END>(p, at, rowwise, row0 + row_in_pass());
+    for (; row0 < at.rows; row0 += AT_END)
+      own.template add<false, ROWS_AT_END>(p, at, rowwise, row0 + row_in_pass());
+  }
   float* sums = at.partial_sum(p, at.slice);  // [HEAD_DIM]
-  fold_columns(
+  fold_columns<HALVES>(
       space, own.sum, [](float a, float b) { return a + b; },
       [&](int col, float x) { sums[col] = x; });
   if constexpr (EXTREMA) {
@@ -183,10 +264,10 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
         most[a][j] = ordered_bits(own.ends[a].most.element(j));
       }
     uint32_t* extrema = at.extrema(p, at.slice);  // [2, HEAD_DIM]
-    fold_columns(
+    fold_columns<false>(
         space, least, [](uint32_t a, uint32_t b) { return min(a, b); },
         [&](int col, uint32_t x) { extrema[col] = x; });
-    fold_columns(
+    fold_columns<false>(
         space, most, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int col, uint32_t x) { extrema[HEAD_DIM + col] = x; });
   }

@@ -12,7 +12,7 @@ __device__ __forceinline__ unsigned char* dynamic_space() {
 
 // Whether tables go through it: if heads share blocks, and if a multiprocessor has space for two
 // blocks. Compute capabilities 8.6, 8.9 and 12 have 100 KB.
-constexpr bool TABLES_IN_SHARED = SUMS_FIRST && HEADS_K > 1 && __CUDA_ARCH__ != 860 &&
+constexpr bool TABLES_IN_SHARED = false && SUMS_FIRST && HEADS_K > 1 && __CUDA_ARCH__ != 860 &&
                                   __CUDA_ARCH__ != 890 && __CUDA_ARCH__ < 1200;
 
 // Rows of both tables for PASSES passes. A warp copies the rows that its lanes need, 16 bytes a
