@@ -21,20 +21,15 @@
 #include "prims/codes/quantize_heads.cuh"
 #include "prims/schedule/quantize_turns.cuh"
 
-// Whether blocks of an operand take rows of several heads, or at least as they do.
-template <typename Cut>
-constexpr bool BY_UNITS = Cut::HEADS > 1 || BY_ROWS;
-
-// Bytes of dynamic shared memory, for rows of several heads or for the tables of sums.
-template <Step STEP, int HEADS, typename Cut>
+// Bytes of dynamic shared memory, for rows of several heads.
+template <Step STEP, typename Cut>
 __host__ __device__ constexpr int heads_bytes() {
-  if constexpr (STEP == Step::ROWS && BY_UNITS<Cut> && !OwnRows<Cut>::FIT) return sizeof(HeadRowsShared<Cut>);
+  if constexpr (STEP == Step::ROWS && BY_UNITS<Cut>)
+    if constexpr (!OwnRows<Cut>::FIT) return sizeof(HeadRowsShared<Cut>);
   return 0;
 }
-constexpr int Q_BYTES = heads_bytes<STEP_Q, HEADS_Q, CutQ>(),
-              K_BYTES = heads_bytes<STEP_K, HEADS_K, CutK>(),
-              HEADS_BYTES = Q_BYTES > K_BYTES ? Q_BYTES : K_BYTES;
-extern "C" __device__ int smem_bytes = HEADS_BYTES > TABLE_BYTES ? HEADS_BYTES : TABLE_BYTES;
+constexpr int Q_BYTES = heads_bytes<STEP_Q, CutQ>(), K_BYTES = heads_bytes<STEP_K, CutK>();
+extern "C" __device__ int smem_bytes = Q_BYTES > K_BYTES ? Q_BYTES : K_BYTES;
 
 // Blocks hold whole groups.
 template <typename Cut>
@@ -355,19 +350,19 @@ __host__ __device__ constexpr bool holds_more() {
   return false;
 }
 constexpr int THREADS_AT_ONCE =
-    (PREPARED && !BY_UNITS<CutQ>) || (!PREPARED && (holds_more<STEP_Q, CutQ>() ||
-            holds_more<STEP_K, CutK>()))
-        ? 512
-        : ROWS_TOGETHER > 1 ? 512 : 768;
+    HEADS_TOGETHER ? (THREE_BLOCKS ? 768 : 512)
+    : PREPARED || holds_more<STEP_Q, CutQ>() || holds_more<STEP_K, CutK>() ? 512 : 768;
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_AT_ONCE / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v, const __grid_constant__ TurnParams turn) {
-  if constexpr (SUMS_FIRST)
+  if constexpr (SUMS_FIRST) {
     in_turn(q, k, v, turn, Encode());
-  else {
-    share_weights_if<BY_ROWS>(q, k);
-    if constexpr (BY_ROWS) __syncthreads();  // weights are there
+  } else {
+    if constexpr (HEADS_TOGETHER) {
+      share_weights(q, k);
+      __syncthreads();  // the weights are there before a row is multiplied by them
+    }
     on_its_operand(q, k, v, Encode());
   }
 }

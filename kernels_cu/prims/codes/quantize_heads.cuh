@@ -5,6 +5,35 @@
 
 #include "prims/codes/quantize_rows.cuh"
 
+// Whether a block takes rows of several heads of Q or of K. All heads of an operand then share
+// weights, or a part of its rows does.
+constexpr bool HEADS_TOGETHER = HEADS_Q > 1 || HEADS_K > 1;
+// Whether rows of an operand become codes as below. K's rows do beside Q's, whose blocks bound the
+// registers, even if K's blocks take one head.
+template <typename Cut>
+constexpr bool BY_UNITS = Cut::HEADS > 1 || (Cut::MEAN && HEADS_Q > 1 && !GATHERED);
+
+// Shared memory of a multiprocessor, in KB.
+constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 ? 100
+                          : __CUDA_ARCH__ < 900                                                ? 164
+                                                                                               : 228;
+// Whether three blocks of 256 threads share a multiprocessor, instead of two. 80 registers of a
+// thread are enough for one row at a time, in float16 and with one vector of weights. Otherwise they
+// spill.
+constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && !NORM_BY_PART && SHARED_KB >= 228 &&
+                              HEADS_K == 1 && !GATHERED && STEP_K != Step::CODES;
+// Rows of the same token that a lane prepares at a time, with one read of the tables.
+constexpr int ROWS_TOGETHER = THREE_BLOCKS ? 1 : 2;
+// Rows of a lane in shared memory, which holds the blocks of a multiprocessor beside codes of V.
+// Others stay in registers.
+constexpr int ROWS_HELD = (SHARED_KB > 100 ? 4 : 2) - (STEP_V == Step::VALUES);
+
+// Dynamic shared memory of a block.
+__device__ __forceinline__ unsigned char* dynamic_space() {
+  extern __shared__ __align__(16) unsigned char space[];
+  return space;
+}
+
 // Numbers of a head in shared memory, where all lanes of a row read 16 bytes at a time. Between the
 // columns of two lanes are 16 bytes, so that eight lanes read from all banks.
 struct HeadColumns {
@@ -71,9 +100,6 @@ struct TableRow {
     x.of[i].template turn<PAIRS>(part * PAIRS, cos[i][part], sin[i][part]);
   }
 };
-
-// Whether blocks take rows of several heads, or would if groups were smaller.
-constexpr bool BY_ROWS = HEADS_Q > 1 && !GATHERED;
 
 // Loads a lane's part of a row, from its first column on.
 __device__ __forceinline__ void load_row(
@@ -172,7 +198,6 @@ __device__ __forceinline__ void finish_rows(
 #pragma unroll
     for (int nth = 0; nth < ROWS; ++nth) tables.turn(row[nth], 0, part);
 }
-constexpr int Q_UNROLL = 1;
 // Keeps a number in a register, instead of what it was computed from.
 __device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
 // Admits a number to a reach whose sides are one: as a float, a NaN stays.
@@ -205,23 +230,18 @@ struct FourKept {
   __device__ __forceinline__ Vec<float, 4> operator()(int i) const { return four_of(row, i); }
 };
 
-// Rows of the same token that a lane prepares at a time. Both use what it has read of the tables.
-constexpr int ROWS_TOGETHER = HEADS_K > 1 ? 2 : 1;
-
-// Rows of a lane in shared memory. Others stay in registers.
-constexpr int ROWS_HELD = STEP_V == Step::VALUES ? 3 : 4;
-
-// A unit of a warp: rows of some tokens, of ROWS_TOGETHER heads a lane.
+// Rows that wait for the scales of their groups. A unit of a warp is the rows of TOKENS tokens in
+// TOGETHER heads: as many rows of a lane.
 template <typename Cut>
 struct HeadRowsShared {
-  static constexpr int TOGETHER = Cut::HEADS > 1 ? ROWS_TOGETHER : 1;
+  static constexpr int TOGETHER = Cut::HEADS > 1 && ROWS_HELD > 1 ? ROWS_TOGETHER : 1;
   static constexpr int TOKENS = WARP_SIZE / LANES;
   static constexpr int HEAD_UNITS = Cut::HEADS / TOGETHER;  // units of the same tokens
   static constexpr int UNITS =                              // of a warp
       HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, TOKENS * NUM_WARPS);
   static constexpr int HELD = UNITS < ROWS_HELD / TOGETHER ? UNITS : ROWS_HELD / TOGETHER;
   static constexpr int FOURS = LANE_ACCESSES * VEC / 4;  // of a row of a lane
-  static_assert(UNITS <= HELD + 1, "the rows of one unit stay in registers");
+  static constexpr int KEPT = UNITS - HELD;              // units whose rows stay in registers
   HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];
   Vec<float, 4> held[HELD][TOGETHER][FOURS][NUM_THREADS];
 };
@@ -235,7 +255,7 @@ struct HeadRows {
   static constexpr int GROUPS = Cut::GROUPS / Cut::HEADS;  // of a head
   static constexpr int UNITS = Shared::UNITS, HELD = Shared::HELD, TOGETHER = Shared::TOGETHER;
   static constexpr int STEP = NUM_WARPS * Shared::TOKENS;  // rows from unit to unit
-  static constexpr bool LAST_KEPT = UNITS > HELD;
+  static constexpr int KEPT = Shared::KEPT;
   static constexpr bool ONE_GROUP = GROUPS == 1 && Shared::HEAD_UNITS == 1;  // of a head
   static_assert(
       Cut::HEADS >= 1 && FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 && LANE_ACCESSES == 2 &&
@@ -246,7 +266,7 @@ struct HeadRows {
       "a block of several heads must hold whole groups of each");
   Words<elem_t, VEC> next[TOGETHER][LANE_ACCESSES];
   TableRow tables;
-  PreparedRow kept[TOGETHER];
+  PreparedRow kept[KEPT > 0 ? KEPT : 1][TOGETHER];
   Reach reach[TOGETHER];
   int row0, rows;   // of the first unit; rows that exist
   int units;        // in which this warp has rows
@@ -261,7 +281,7 @@ struct HeadRows {
     load(p, 0);
     if constexpr (TABLES_AHEAD) load_tables(Rowwise<true>(p, at).how, 0);
   }
-  static constexpr bool TABLES_AHEAD = TOGETHER > 1 && Shared::HEAD_UNITS == 1;
+  static constexpr bool TABLES_AHEAD = ROWS_TOGETHER > 1 && Shared::HEAD_UNITS == 1;
   static __device__ __forceinline__ int head_of(int unit, int i) {
     return unit % Shared::HEAD_UNITS * TOGETHER + i;
   }
@@ -313,8 +333,9 @@ struct HeadRows {
         held[i * NUM_THREADS] = four_of(row[i / Shared::FOURS], i % Shared::FOURS);
       held += TOGETHER * Shared::FOURS * NUM_THREADS;
     }
-    if constexpr (LAST_KEPT)
-      if (units == UNITS) make(kept, shared, p, how, first_col, UNITS - 1, of_groups);
+#pragma unroll
+    for (int nth = 0; nth < KEPT; ++nth)
+      if (HELD + nth < units) make(kept[nth], shared, p, how, first_col, HELD + nth, of_groups);
     if constexpr (ONE_GROUP)
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
@@ -381,11 +402,13 @@ struct HeadRows {
               FourHeld{held + i * Shared::FOURS * NUM_THREADS});
       held += TOGETHER * Shared::FOURS * NUM_THREADS;
     }
-    if constexpr (LAST_KEPT)
-      if (row_of(UNITS - 1) < rows)
+#pragma unroll
+    for (int nth = 0; nth < KEPT; ++nth)
+      if (row_of(HELD + nth) < rows)
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i)
-          store_codes(row(UNITS - 1, i), coding[group_of(UNITS - 1, i)], FourKept{kept[i]});
+          store_codes(
+              row(HELD + nth, i), coding[group_of(HELD + nth, i)], FourKept{kept[nth][i]});
   }
   struct FourHeld {
     const Vec<float, 4>* held;
@@ -444,7 +467,7 @@ struct OwnRows {
       const bool second = NORM_BY_PART && row >= how.split, exists = row < at.rows;
       int first_col = HeadColumns::first();
       keep(first_col);
-#pragma unroll Q_UNROLL
+#pragma unroll 1
       for (int head = 0; head < Cut::HEADS; head += TOGETHER) {
         PreparedRow own[TOGETHER];
         rows_of_words(own, next, how.eps);

@@ -3,15 +3,10 @@
 #pragma once
 
 #include "prims/codes/quantize_heads.cuh"
-#include "prims/codes/quantize_tables.cuh"
 
 // Rows that a sum waits for at once, and at the end of a head, where some may not exist.
 constexpr int ROWS_IN_FLIGHT = ceil_div(FACTORS_FIRST ? 4 : 8, LANE_ACCESSES),
               ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
-
-// Tables of rows in flight, in dynamic shared memory.
-using TablesInFlight = SharedTables<ROWS_IN_FLIGHT>;
-constexpr int TABLE_BYTES = TABLES_IN_SHARED ? sizeof(TablesInFlight) : 0;
 
 // Rows that are combined in shared memory: all rows of a pass, or one for each warp if a pass has
 // twice as many. It has if lanes prepare rows, because they then have twice the columns.
@@ -190,16 +185,6 @@ struct LaneSums {
           x[i][a] = *reinterpret_cast<const Words<elem_t, VEC>*>(
               X + place[i] * p.X_stride.len + col_of(a));
       }
-    constexpr bool IN_SHARED = ROWS_PREPARED && TABLES_IN_SHARED;
-    auto& tables = *reinterpret_cast<TablesInFlight*>(dynamic_space());
-    if constexpr (IN_SHARED) {
-      const int first = row0 - row_in_pass();
-      __syncwarp();  // all lanes have read the tables of the rows before
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i)
-        tables.request(rowwise.how, i, [&](int row) { return row_at(first + row); });
-      cp_async_commit_group();
-    }
     if constexpr (ROWS_PREPARED) {  // computed again: keeping it takes registers
       asm volatile("" : "+r"(row0));
 #pragma unroll
@@ -207,17 +192,11 @@ struct LaneSums {
     }
     float factor[ROWS];
     rowwise.find_factors(x, factor);
-    if constexpr (IN_SHARED) tables.await();
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) x[i][a].use_from_here();
-      const auto numbers = [&] {
-        if constexpr (IN_SHARED)
-          return rowwise.row(x[i], row[i], factor[i], [&](PreparedRow& x) { tables.turn(x, i); });
-        else
-          return rowwise.row(x[i], row[i], factor[i]);
-      }();
+      const auto numbers = rowwise.row(x[i], row[i], factor[i]);
 #pragma unroll
       for (int a = 0; a < LANE_ACCESSES; ++a) {
         if constexpr (EXTREMA) ends[a].admit(rowwise.words(numbers, a));
@@ -230,7 +209,6 @@ struct LaneSums {
   }
 };
 
-
 template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   uint32_t* space = shared_space();  // for one fold after the other
@@ -238,7 +216,7 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
-  constexpr bool HALVES = ROWS_PREPARED && BY_ROWS && !EXTREMA;
+  constexpr bool HALVES = ROWS_PREPARED && BY_UNITS<CutK> && !EXTREMA;
   if constexpr (HALVES) {
     own.template add_rows<ROWS_TOGETHER>(p, at, rowwise.how);
   } else {

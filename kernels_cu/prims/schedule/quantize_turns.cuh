@@ -14,9 +14,8 @@ struct TurnParams {
   int32_t lag;     // rounds from the sums of a head to its codes
 };
 
-// Does a piece of work if it belongs to this operand: sums a slice, or calls run(task, parameters,
-// block within the operand) for codes. Otherwise `work` becomes its number among the other
-// operands' pieces.
+// Does a piece of work of this operand: sums a slice, or calls run(task, parameters,
+// block within the operand) for codes.
 template <typename Own, typename Run>
 __device__ __forceinline__ void works_on(
     const QuantizeParams& p, const TurnParams& turn, int round, int work, Run run) {
@@ -33,11 +32,6 @@ __device__ __forceinline__ void works_on(
   if (0 <= head && head < turn.rounds) run(Own(), p, head * p.blocks + work);
 }
 
-template <bool YES, typename Params>
-__device__ __forceinline__ void share_weights_if(const Params& q, const Params& k) {
-  if constexpr (YES) share_weights(q, k);
-}
-
 template <typename Run>
 __device__ __forceinline__ void in_turn(
     const QuantizeParams& q, const QuantizeParams& k, const QuantizeParams& v,
@@ -48,13 +42,13 @@ __device__ __forceinline__ void in_turn(
   __shared__ uint32_t taken;
   uint32_t ticket;
   if (thread_id() == 0) ticket = atomicAdd(turn.next, 1);
-  share_weights_if<BY_ROWS>(q, k);
+  if constexpr (HEADS_TOGETHER) share_weights(q, k);  // while the number is on its way
   if (thread_id() == 0) taken = ticket;
   const uint32_t of_round =
       v.first_blocks + v.blocks + k.first_blocks + k.blocks + q.first_blocks + q.blocks;
-  __syncthreads();  // the number is there
+  __syncthreads();  // the number and the weights are there before a thread reads them
   const int round = taken / of_round;
-  int work = taken % of_round;
+  const int work = taken % of_round;
   const int of_v = v.first_blocks + v.blocks, of_k = k.first_blocks + k.blocks;
   if (work >= of_v + of_k)
     works_on<Q>(q, turn, round, work - of_v - of_k, run);
