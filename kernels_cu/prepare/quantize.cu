@@ -351,7 +351,8 @@ __host__ __device__ constexpr bool holds_more() {
 }
 constexpr int THREADS_AT_ONCE =
     HEADS_TOGETHER ? (THREE_BLOCKS ? 768 : 512)
-    : PREPARED || holds_more<STEP_Q, CutQ>() || holds_more<STEP_K, CutK>() ? 512 : 768;
+    : PREPARED || holds_more<STEP_Q, CutQ>() || holds_more<STEP_K, CutK>() ? 512
+                                                                           : 768;
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_AT_ONCE / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,

@@ -14,14 +14,15 @@ template <typename Cut>
 constexpr bool BY_UNITS = Cut::HEADS > 1 || (Cut::MEAN && HEADS_Q > 1 && !GATHERED);
 
 // Shared memory of a multiprocessor, in KB.
-constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 ? 100
-                          : __CUDA_ARCH__ < 900                                                ? 164
-                                                                                               : 228;
+constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
+                              ? 100
+                          : __CUDA_ARCH__ < 900 ? 164
+                                                : 228;
 // Whether three blocks of 256 threads share a multiprocessor, instead of two. 80 registers of a
 // thread are enough for one row at a time, in float16 and with one vector of weights. Otherwise they
 // spill.
-constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && !NORM_BY_PART && SHARED_KB >= 228 &&
-                              HEADS_K == 1 && !GATHERED && STEP_K != Step::CODES;
+constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && !NORM_BY_PART && SHARED_KB >= 228 && HEADS_K == 1 &&
+                              !GATHERED && STEP_K != Step::CODES;
 // Rows of the same token that a lane prepares at a time, with one read of the tables.
 constexpr int ROWS_TOGETHER = THREE_BLOCKS ? 1 : 2;
 // Rows of a lane in shared memory, which holds the blocks of a multiprocessor beside codes of V.
@@ -78,23 +79,18 @@ __device__ __forceinline__ int half_col(int access) {
 struct TableRow {
   static constexpr int PAIRS = 4, PARTS = ceil_div(ROPE_PAIRS, PAIRS);
   RopeNumbers<PAIRS> cos[LANE_PAIRS][PARTS], sin[LANE_PAIRS][PARTS];
-  // Bytes from the tables' first rows of a block to a lane's numbers.
-  static __device__ __forceinline__ uint32_t offset(int row) {
-    return (row * ROPE_TABLE + half_col(0)) * 4;
-  }
-  __device__ __forceinline__ void load(const float* of_cos, const float* of_sin, uint32_t offset) {
+  // Loads row `row` of both tables, [rows, ROPE_TABLE], or a part of it.
+  __device__ __forceinline__ void load(const float* of_cos, const float* of_sin, int row) {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) load_part(of_cos, of_sin, offset, part);
+    for (int part = 0; part < PARTS; ++part) load_part(of_cos, of_sin, row, part);
   }
   __device__ __forceinline__ void load_part(
-      const float* of_cos, const float* of_sin, uint32_t offset, int part) {
-    auto at = [&](const float* table) {
-      return reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
-    };
+      const float* of_cos, const float* of_sin, int row, int part) {
+    const int64_t first = int64_t(row) * ROPE_TABLE + half_col(0);
     const int pair0 = ROPE_INTERLEAVED ? 0 : part * PAIRS;
     const int further = ROPE_INTERLEAVED ? part * BETWEEN : 0;
-    cos[0][part] = RopeNumbers<PAIRS>(at(of_cos) + further, pair0);
-    sin[0][part] = RopeNumbers<PAIRS>(at(of_sin) + further, pair0);
+    cos[0][part] = RopeNumbers<PAIRS>(of_cos + first + further, pair0);
+    sin[0][part] = RopeNumbers<PAIRS>(of_sin + first + further, pair0);
   }
   __device__ __forceinline__ void turn(PreparedRow& x, int i, int part) const {
     x.of[i].template turn<PAIRS>(part * PAIRS, cos[i][part], sin[i][part]);
@@ -238,7 +234,7 @@ struct HeadRowsShared {
   static constexpr int TOKENS = WARP_SIZE / LANES;
   static constexpr int HEAD_UNITS = Cut::HEADS / TOGETHER;  // units of the same tokens
   static constexpr int UNITS =                              // of a warp
-      HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, TOKENS * NUM_WARPS);
+      HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, TOKENS* NUM_WARPS);
   static constexpr int HELD = UNITS < ROWS_HELD / TOGETHER ? UNITS : ROWS_HELD / TOGETHER;
   static constexpr int FOURS = LANE_ACCESSES * VEC / 4;  // of a row of a lane
   static constexpr int KEPT = UNITS - HELD;              // units whose rows stay in registers
@@ -258,8 +254,8 @@ struct HeadRows {
   static constexpr int KEPT = Shared::KEPT;
   static constexpr bool ONE_GROUP = GROUPS == 1 && Shared::HEAD_UNITS == 1;  // of a head
   static_assert(
-      Cut::HEADS >= 1 && FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 && LANE_ACCESSES == 2 &&
-          LANES * LANE_ACCESSES * VEC == HEAD_DIM,
+      Cut::HEADS >= 1 && FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
+          LANE_ACCESSES == 2 && LANES * LANE_ACCESSES * VEC == HEAD_DIM,
       "heads share a block if they are normalised each and turned by column, in 16 bits");
   static_assert(
       Cut::ROWS % Cut::HEADS == 0 && ROWS % Cut::GROUP == 0,
@@ -297,12 +293,11 @@ struct HeadRows {
     for (int i = 0; i < TOGETHER; ++i) load_row(next[i], X + head_of(unit, i) * p.X_stride.head);
   }
   __device__ __forceinline__ void load_next(const QuantizeParams& p, int unit) {
-    if ((unit + 1) % Shared::HEAD_UNITS == 0 && row_of(unit + 1) < rows)
-      X += STEP * p.X_stride.len;
+    if ((unit + 1) % Shared::HEAD_UNITS == 0 && row_of(unit + 1) < rows) X += STEP * p.X_stride.len;
     load(p, unit + 1);
   }
   __device__ __forceinline__ void load_tables(const Preparation& how, int unit) {
-    tables.load(how.cos, how.sin, TableRow::offset(min(row_of(unit), rows - 1)));
+    tables.load(how.cos, how.sin, min(row_of(unit), rows - 1));
   }
 
   // Fills shared memory, which is free before. The whole block takes part.
@@ -350,7 +345,7 @@ struct HeadRows {
     const int at = row_of(unit);
     if constexpr (!TABLES_AHEAD) load_tables(how, unit);
     rows_of_words(row, next, how.eps);
-    __syncwarp();  // no hazard: weights are not read before
+    __syncwarp();  // no hazard: weights are not read before, when words take registers
     if (unit + 1 < UNITS) load_next(p, unit);
     finish_rows(row, weights_of(Cut::MEAN)[NORM_BY_PART && at >= how.split], first_col, tables);
     if (TABLES_AHEAD && unit + 1 < UNITS) load_tables(how, unit + 1);
@@ -407,8 +402,7 @@ struct HeadRows {
       if (row_of(HELD + nth) < rows)
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i)
-          store_codes(
-              row(HELD + nth, i), coding[group_of(HELD + nth, i)], FourKept{kept[nth][i]});
+          store_codes(row(HELD + nth, i), coding[group_of(HELD + nth, i)], FourKept{kept[nth][i]});
   }
   struct FourHeld {
     const Vec<float, 4>* held;
@@ -447,8 +441,7 @@ struct OwnRows {
     const Preparation how = Rowwise<true>(p, at).how;
     const int64_t pitch = int64_t(PACKED ? p.total : p.length) * CODES_PITCH;  // of heads
 #pragma unroll 1
-    for (int first = warp_id() * TOKENS; first < min(ROWS, at.rows);
-         first += NUM_WARPS * TOKENS) {
+    for (int first = warp_id() * TOKENS; first < min(ROWS, at.rows); first += NUM_WARPS * TOKENS) {
       const int row = first + lane_id() / LANES, known = min(row, at.rows - 1);
       const elem_t* X = at.X(p) + known * p.X_stride.len + half_col(0);
       int8_t* codes = at.codes(p) + row * CODES_PITCH + half_col(0);
@@ -463,7 +456,7 @@ struct OwnRows {
       load(next);
       if constexpr (TWICE) load(then);
       TableRow tables;
-      tables.load(how.cos, how.sin, TableRow::offset(known));
+      tables.load(how.cos, how.sin, known);
       const bool second = NORM_BY_PART && row >= how.split, exists = row < at.rows;
       int first_col = HeadColumns::first();
       keep(first_col);
@@ -471,7 +464,7 @@ struct OwnRows {
       for (int head = 0; head < Cut::HEADS; head += TOGETHER) {
         PreparedRow own[TOGETHER];
         rows_of_words(own, next, how.eps);
-        __syncwarp();  // no hazard
+        __syncwarp();  // no hazard: weights are not read before, when words take registers
         if constexpr (TWICE) {
 #pragma unroll
           for (int i = 0; i < TOGETHER; ++i)

@@ -87,30 +87,29 @@ struct LaneSums {
   float sum[LANE_ACCESSES][VEC] = {};
   Ends<typename Rowwise<ROWS_PREPARED>::Number, VEC> ends[LANE_ACCESSES];
 
-  // All rows of the slice, ROWS of a lane at a time. Past the last row, the last row is repeated,
-  // and adds nothing.
+  // All rows of the slice, ROWS of a lane at a time: next rows are on their way while a lane adds
+  // these. Past the last row, the last row is repeated, and adds nothing.
   template <int ROWS>
-  __device__ __forceinline__ void add_rows(
-      const QuantizeParams& p, const Place& at, const Preparation& how) {
+  __device__ __forceinline__ void add_rows(const QuantizeParams& p, const Place& at, float eps) {
     const HeadColumns* weight = weights_of(true);
-    const elem_t* X = at.X(p) + half_col(0);  // [rows, HEAD_DIM]
-    constexpr bool AHEAD = ROWS > 1;  // whether the first part of tables is
+    // [length, HEAD_DIM], from the columns of this lane on
+    const elem_t* X = at.X(p) - at.row0 * p.X_stride.len + half_col(0);
+    constexpr bool AHEAD = ROWS > 1;  // whether first parts of tables are on their way, too
     Words<elem_t, VEC> next[ROWS][LANE_ACCESSES];
     TableRow tables[ROWS];
-    int row[ROWS];
+    int row[ROWS];  // of the head
     auto find_rows = [&](int row0) {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
         row[i] = row_of_mean(
-                     at.row0 + min(row0 + i * ROWS_PER_PASS + row_in_pass(), at.rows - 1),
-                     at.length) - at.row0;
+            at.row0 + min(row0 + i * ROWS_PER_PASS + row_in_pass(), at.rows - 1), at.length);
     };
     auto load = [&] {
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) load_row(next[i], X + row[i] * p.X_stride.len);
     };
     auto load_tables = [&](int i, int part) {
-      tables[i].load_part(p.cos, p.sin, TableRow::offset(p.position + at.row0 + row[i]), part);
+      tables[i].load_part(p.cos, p.sin, p.position + row[i], part);
     };
     auto load_first = [&] {
 #pragma unroll
@@ -125,13 +124,13 @@ struct LaneSums {
 #pragma unroll 1
     for (int row0 = 0; row0 < at.rows; row0 += ROWS * ROWS_PER_PASS) {
       PreparedRow made[ROWS];
-      rows_of_words(made, next, how.eps);
-      __syncwarp();  // no hazard
+      rows_of_words(made, next, eps);
+      __syncwarp();  // no hazard: weights and tables are not read before, when words take registers
       if constexpr (!AHEAD) load_first();
       load_tables(0, LAST);
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
-        weigh_row(made[i], weight[NORM_BY_PART && row[i] >= how.split], first_col);
+        weigh_row(made[i], weight[NORM_BY_PART && row[i] >= int(p.weight_step)], first_col);
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
         tables[i].turn(made[i], 0, 0);
@@ -140,7 +139,7 @@ struct LaneSums {
         load_tables(i + 1, LAST);
       }
       find_rows(row0 + ROWS * ROWS_PER_PASS);
-      __syncwarp();  // no hazard
+      __syncwarp();  // no hazard: the next words take the registers of first parts
       load();
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) tables[i].turn(made[i], 0, LAST);
@@ -152,7 +151,7 @@ struct LaneSums {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) sum[a][j] += made[i].element(a, j);
       if constexpr (AHEAD) {
-        __syncwarp();  // no hazard
+        __syncwarp();  // no hazard: the next tables take the registers of these rows
         load_first();
       }
     }
@@ -218,7 +217,7 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
   constexpr bool HALVES = ROWS_PREPARED && BY_UNITS<CutK> && !EXTREMA;
   if constexpr (HALVES) {
-    own.template add_rows<ROWS_TOGETHER>(p, at, rowwise.how);
+    own.template add_rows<ROWS_TOGETHER>(p, at, p.eps);
   } else {
     int row0 = 0;
 #pragma unroll 1
