@@ -6,10 +6,10 @@
 #include "prims/codes/quantize_rows.cuh"
 
 // Whether a block takes rows of several heads of Q or of K. All heads of an operand then share
-// weights, or a part of its rows does.
+// weights (quantize.py plans it so), or a part of its rows does.
 constexpr bool HEADS_TOGETHER = HEADS_Q > 1 || HEADS_K > 1;
-// Whether rows of an operand become codes as below. K's rows do beside Q's, whose blocks bound the
-// registers, even if K's blocks take one head.
+// Whether rows of an operand become codes as below. K's rows do beside those of several heads of Q,
+// because one bound of registers holds for both.
 template <typename Cut>
 constexpr bool BY_UNITS = Cut::HEADS > 1 || (Cut::MEAN && HEADS_Q > 1 && !GATHERED);
 
@@ -18,12 +18,11 @@ constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA
                               ? 100
                           : __CUDA_ARCH__ < 900 ? 164
                                                 : 228;
-// Whether three blocks of 256 threads share a multiprocessor, instead of two. 80 registers of a
-// thread are enough for one row at a time, in float16 and with one vector of weights. Otherwise they
-// spill.
+// Whether three blocks of 256 threads share a multiprocessor, rather than two. Their 80 registers
+// hold one row at a time in float16 with one vector of weights. Otherwise they spill.
 constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && !NORM_BY_PART && SHARED_KB >= 228 && HEADS_K == 1 &&
                               !GATHERED && STEP_K != Step::CODES;
-// Rows of the same token that a lane prepares at a time, with one read of the tables.
+// Rows of the same token that a lane prepares at a time, with one read of tables and weights.
 constexpr int ROWS_TOGETHER = THREE_BLOCKS ? 1 : 2;
 // Rows of a lane in shared memory, which holds the blocks of a multiprocessor beside codes of V.
 // Others stay in registers.
@@ -233,13 +232,14 @@ struct HeadRowsShared {
   static constexpr int TOGETHER = Cut::HEADS > 1 && ROWS_HELD > 1 ? ROWS_TOGETHER : 1;
   static constexpr int TOKENS = WARP_SIZE / LANES;
   static constexpr int HEAD_UNITS = Cut::HEADS / TOGETHER;  // units of the same tokens
+  static constexpr int STEP = NUM_WARPS * TOKENS;           // rows from unit to unit
   static constexpr int UNITS =                              // of a warp
-      HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, TOKENS* NUM_WARPS);
+      HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, STEP);
   static constexpr int HELD = UNITS < ROWS_HELD / TOGETHER ? UNITS : ROWS_HELD / TOGETHER;
   static constexpr int FOURS = LANE_ACCESSES * VEC / 4;  // of a row of a lane
   static constexpr int KEPT = UNITS - HELD;              // units whose rows stay in registers
-  HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];
-  Vec<float, 4> held[HELD][TOGETHER][FOURS][NUM_THREADS];
+  HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];            // [HEADS]
+  Vec<float, 4> held[HELD][TOGETHER][FOURS][NUM_THREADS];  // a lane's rows, as numbers to code
 };
 
 // A lane's part of the block's rows. Past the last row, the last row is repeated: it adds nothing
@@ -249,9 +249,8 @@ struct HeadRows {
   using Shared = HeadRowsShared<Cut>;
   static constexpr int ROWS = Cut::ROWS / Cut::HEADS;      // of a head
   static constexpr int GROUPS = Cut::GROUPS / Cut::HEADS;  // of a head
-  static constexpr int UNITS = Shared::UNITS, HELD = Shared::HELD, TOGETHER = Shared::TOGETHER;
-  static constexpr int STEP = NUM_WARPS * Shared::TOKENS;  // rows from unit to unit
-  static constexpr int KEPT = Shared::KEPT;
+  static constexpr int UNITS = Shared::UNITS, HELD = Shared::HELD, KEPT = Shared::KEPT,
+                       TOGETHER = Shared::TOGETHER, STEP = Shared::STEP;
   static constexpr bool ONE_GROUP = GROUPS == 1 && Shared::HEAD_UNITS == 1;  // of a head
   static_assert(
       Cut::HEADS >= 1 && FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&

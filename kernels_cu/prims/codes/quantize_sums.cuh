@@ -89,8 +89,8 @@ struct LaneSums {
 
   // All rows of the slice, ROWS of a lane at a time: next rows are on their way while a lane adds
   // these. Past the last row, the last row is repeated, and adds nothing.
-  template <int ROWS>
-  __device__ __forceinline__ void add_rows(const QuantizeParams& p, const Place& at, float eps) {
+  template <int ROWS, typename Params>  // that have a Preparation
+  __device__ __forceinline__ void add_rows(const Params& p, const Place& at) {
     const HeadColumns* weight = weights_of(true);
     // [length, HEAD_DIM], from the columns of this lane on
     const elem_t* X = at.X(p) - at.row0 * p.X_stride.len + half_col(0);
@@ -124,7 +124,7 @@ struct LaneSums {
 #pragma unroll 1
     for (int row0 = 0; row0 < at.rows; row0 += ROWS * ROWS_PER_PASS) {
       PreparedRow made[ROWS];
-      rows_of_words(made, next, eps);
+      rows_of_words(made, next, p.eps);
       __syncwarp();  // no hazard: weights and tables are not read before, when words take registers
       if constexpr (!AHEAD) load_first();
       load_tables(0, LAST);
@@ -212,13 +212,13 @@ template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   uint32_t* space = shared_space();  // for one fold after the other
   const Place at(p, block, p.split_rows, !EXTREMA);
-  const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
   constexpr bool HALVES = ROWS_PREPARED && BY_UNITS<CutK> && !EXTREMA;
   if constexpr (HALVES) {
-    own.template add_rows<ROWS_TOGETHER>(p, at, p.eps);
+    own.template add_rows<ROWS_TOGETHER>(p, at);
   } else {
+    const Rowwise<ROWS_PREPARED> rowwise(p, at);
     int row0 = 0;
 #pragma unroll 1
     for (; row0 + TOGETHER <= at.rows; row0 += TOGETHER)
