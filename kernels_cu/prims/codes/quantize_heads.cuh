@@ -456,7 +456,7 @@ struct OwnRows {
       if constexpr (TWICE) load(then);
       TableRow tables;
       tables.load(how.cos, how.sin, known);
-      const bool second = NORM_BY_PART && row >= how.split, exists = row < at.rows;
+      const bool second = NORM_BY_PART && known >= how.split, exists = row < at.rows;
       int first_col = HeadColumns::first();
       keep(first_col);
 #pragma unroll 1

@@ -91,6 +91,7 @@ struct LaneSums {
   // these. Past the last row, the last row is repeated, and adds nothing.
   template <int ROWS, typename Params>  // that have a Preparation
   __device__ __forceinline__ void add_rows(const Params& p, const Place& at) {
+    if (at.rows <= 0) return;  // an empty sequence has no row to repeat
     const HeadColumns* weight = weights_of(true);
     // [length, HEAD_DIM], from the columns of this lane on
     const elem_t* X = at.X(p) - at.row0 * p.X_stride.len + half_col(0);
