@@ -18,10 +18,11 @@ constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA
                               ? 100
                           : __CUDA_ARCH__ < 900 ? 164
                                                 : 228;
-// Whether three blocks of 256 threads share a multiprocessor, rather than two. Their 80 registers
-// hold one row at a time in float16 with one vector of weights. Otherwise they spill.
-constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && !NORM_BY_PART && SHARED_KB >= 228 && HEADS_K == 1 &&
-                              !GATHERED && STEP_K != Step::CODES;
+// Whether three blocks of 256 threads share a multiprocessor, rather than two. 80 registers hold one
+// row at a time in float16 with one vector of weights and interleaved pairs. Other settings spill.
+constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && HEAD_DIM >= 128 && !NORM_BY_PART &&
+                              ROPE_INTERLEAVED && SHARED_KB >= 228 && HEADS_K == 1 && !GATHERED &&
+                              STEP_K != Step::CODES;
 // Rows of the same token that a lane prepares at a time, with one read of tables and weights.
 constexpr int ROWS_TOGETHER = THREE_BLOCKS ? 1 : 2;
 // Rows of a lane in shared memory, which holds the blocks of a multiprocessor beside codes of V.

@@ -8,6 +8,12 @@
 constexpr int ROWS_IN_FLIGHT = ceil_div(FACTORS_FIRST ? 4 : 8, LANE_ACCESSES),
               ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
 
+// The same of rows that are prepared as rows of several heads. Registers of two blocks hold two rows
+// at head_dim 128. Beside two vectors of weights and halves of a row as pairs, and elsewhere, they
+// spill.
+constexpr int UNITS_IN_FLIGHT =
+    HEAD_DIM == 128 && (ROPE_INTERLEAVED || !NORM_BY_PART) ? ROWS_TOGETHER : 1;
+
 // Rows that are combined in shared memory: all rows of a pass, or one for each warp if a pass has
 // twice as many. It has if lanes prepare rows, because they then have twice the columns.
 constexpr int FOLDED_ROWS = PREPARED ? NUM_WARPS : ROWS_PER_PASS;
@@ -217,7 +223,7 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
   constexpr bool HALVES = ROWS_PREPARED && BY_UNITS<CutK> && !EXTREMA;
   if constexpr (HALVES) {
-    own.template add_rows<ROWS_TOGETHER>(p, at);
+    own.template add_rows<UNITS_IN_FLIGHT>(p, at);
   } else {
     const Rowwise<ROWS_PREPARED> rowwise(p, at);
     int row0 = 0;
