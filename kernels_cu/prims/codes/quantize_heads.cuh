@@ -79,18 +79,23 @@ __device__ __forceinline__ int half_col(int access) {
 struct TableRow {
   static constexpr int PAIRS = 4, PARTS = ceil_div(ROPE_PAIRS, PAIRS);
   RopeNumbers<PAIRS> cos[LANE_PAIRS][PARTS], sin[LANE_PAIRS][PARTS];
-  // Loads row `row` of both tables, [rows, ROPE_TABLE], or a part of it.
-  __device__ __forceinline__ void load(const float* of_cos, const float* of_sin, int row) {
+  // Bytes from row 0 of a table to a lane's numbers in another.
+  static __device__ __forceinline__ int64_t offset(int row) {
+    return (int64_t(row) * ROPE_TABLE + half_col(0)) * 4;
+  }
+  __device__ __forceinline__ void load(const float* of_cos, const float* of_sin, int64_t offset) {
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) load_part(of_cos, of_sin, row, part);
+    for (int part = 0; part < PARTS; ++part) load_part(of_cos, of_sin, offset, part);
   }
   __device__ __forceinline__ void load_part(
-      const float* of_cos, const float* of_sin, int row, int part) {
-    const int64_t first = int64_t(row) * ROPE_TABLE + half_col(0);
+      const float* of_cos, const float* of_sin, int64_t offset, int part) {
+    auto at = [&](const float* table) {
+      return reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
+    };
     const int pair0 = ROPE_INTERLEAVED ? 0 : part * PAIRS;
     const int further = ROPE_INTERLEAVED ? part * BETWEEN : 0;
-    cos[0][part] = RopeNumbers<PAIRS>(of_cos + first + further, pair0);
-    sin[0][part] = RopeNumbers<PAIRS>(of_sin + first + further, pair0);
+    cos[0][part] = RopeNumbers<PAIRS>(at(of_cos) + further, pair0);
+    sin[0][part] = RopeNumbers<PAIRS>(at(of_sin) + further, pair0);
   }
   __device__ __forceinline__ void turn(PreparedRow& x, int i, int part) const {
     x.of[i].template turn<PAIRS>(part * PAIRS, cos[i][part], sin[i][part]);
@@ -237,8 +242,8 @@ struct HeadRowsShared {
   static constexpr int UNITS =                              // of a warp
       HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, STEP);
   static constexpr int HELD = UNITS < ROWS_HELD / TOGETHER ? UNITS : ROWS_HELD / TOGETHER;
-  static constexpr int FOURS = LANE_ACCESSES * VEC / 4;  // of a row of a lane
-  static constexpr int KEPT = UNITS - HELD;              // units whose rows stay in registers
+  static constexpr int FOURS = LANE_ACCESSES * VEC / 4;    // of a row of a lane
+  static constexpr int KEPT = UNITS - HELD;                // units whose rows stay in registers
   HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];            // [HEADS]
   Vec<float, 4> held[HELD][TOGETHER][FOURS][NUM_THREADS];  // a lane's rows, as numbers to code
 };
@@ -297,7 +302,7 @@ struct HeadRows {
     load(p, unit + 1);
   }
   __device__ __forceinline__ void load_tables(const Preparation& how, int unit) {
-    tables.load(how.cos, how.sin, min(row_of(unit), rows - 1));
+    tables.load(how.cos, how.sin, TableRow::offset(min(row_of(unit), rows - 1)));
   }
 
   // Fills shared memory, which is free before. The whole block takes part.
@@ -456,7 +461,7 @@ struct OwnRows {
       load(next);
       if constexpr (TWICE) load(then);
       TableRow tables;
-      tables.load(how.cos, how.sin, known);
+      tables.load(how.cos, how.sin, TableRow::offset(known));
       const bool second = NORM_BY_PART && known >= how.split, exists = row < at.rows;
       int first_col = HeadColumns::first();
       keep(first_col);

@@ -96,12 +96,11 @@ struct LaneSums {
   // All rows of the slice, ROWS of a lane at a time: next rows are on their way while a lane adds
   // these. Past the last row, the last row is repeated, and adds nothing.
   template <int ROWS, typename Params>  // that have a Preparation
-  __device__ __forceinline__ void add_rows(const Params& p, const Place& at) {
+  __device__ __forceinline__ void add_rows(const Params& p, const Place& at, float eps) {
     if (at.rows <= 0) return;  // an empty sequence has no row to repeat
     const HeadColumns* weight = weights_of(true);
-    // [length, HEAD_DIM], from the columns of this lane on
-    const elem_t* X = at.X(p) - at.row0 * p.X_stride.len + half_col(0);
-    constexpr bool AHEAD = ROWS > 1;  // whether first parts of tables are on their way, too
+    const elem_t* X = at.X(p) + half_col(0);  // [rows, HEAD_DIM], from the columns of this lane on
+    constexpr bool AHEAD = ROWS > 1;          // whether first parts of tables are on their way, too
     Words<elem_t, VEC> next[ROWS][LANE_ACCESSES];
     TableRow tables[ROWS];
     int row[ROWS];  // of the head
@@ -113,10 +112,10 @@ struct LaneSums {
     };
     auto load = [&] {
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) load_row(next[i], X + row[i] * p.X_stride.len);
+      for (int i = 0; i < ROWS; ++i) load_row(next[i], X + (row[i] - at.row0) * p.X_stride.len);
     };
     auto load_tables = [&](int i, int part) {
-      tables[i].load_part(p.cos, p.sin, p.position + row[i], part);
+      tables[i].load_part(p.cos, p.sin, TableRow::offset(p.position + row[i]), part);
     };
     auto load_first = [&] {
 #pragma unroll
@@ -131,7 +130,7 @@ struct LaneSums {
 #pragma unroll 1
     for (int row0 = 0; row0 < at.rows; row0 += ROWS * ROWS_PER_PASS) {
       PreparedRow made[ROWS];
-      rows_of_words(made, next, p.eps);
+      rows_of_words(made, next, eps);
       __syncwarp();  // no hazard: weights and tables are not read before, when words take registers
       if constexpr (!AHEAD) load_first();
       load_tables(0, LAST);
@@ -219,13 +218,13 @@ template <bool EXTREMA, bool ROWS_PREPARED>
 __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t block) {
   uint32_t* space = shared_space();  // for one fold after the other
   const Place at(p, block, p.split_rows, !EXTREMA);
+  const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
   constexpr bool HALVES = ROWS_PREPARED && BY_UNITS<CutK> && !EXTREMA;
   if constexpr (HALVES) {
-    own.template add_rows<UNITS_IN_FLIGHT>(p, at);
+    own.template add_rows<UNITS_IN_FLIGHT>(p, at, rowwise.how.eps);
   } else {
-    const Rowwise<ROWS_PREPARED> rowwise(p, at);
     int row0 = 0;
 #pragma unroll 1
     for (; row0 + TOGETHER <= at.rows; row0 += TOGETHER)
