@@ -20,6 +20,9 @@ _PASS_REGISTERS = 4  # of a row, or more
 _HEADS = (4, 2)
 #: Rows of a thread in such a block, some of which lie in shared memory.
 _HEAD_ROWS = 6
+#: Largest group whose rows leave the registers before the next rows arrive. A block of four heads
+#: then takes twice the rows, which halves its reads of weights and the number of blocks.
+_SINGLE_GROUP = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Blocks:
         shape = self.head_dim, self.itemsize, self.vec
         return block_rows(group, *shape, self.num_warps, self.registers, pairs=self.pairs)
 
-    def heads_and_rows(self, group: int, heads: int, *, held: bool) -> tuple[int, int]:
+    def heads_and_rows(
+        self, group: int, heads: int, *, held: bool, single: bool
+    ) -> tuple[int, int]:
         """Return how many heads share a block of prepared rows, and its rows in all.
 
         Parameters
@@ -67,12 +72,15 @@ class Blocks:
             Heads of the operand.
         held : bool
             Shared memory has room for some of the rows.
+        single : bool
+            No mean is subtracted, so a warp finds the scales of small groups by itself.
 
         Returns
         -------
         heads, rows : int
             One head and `rows` if no number of heads fits. A block of several has as many rows as
-            if it had one, or whole groups of each head in a few more.
+            if it had one, twice as many if it has four and small groups, or whole groups of each head in
+            a few more.
         """
         rows = self.rows(group)
         lanes, _ = _lanes(self.head_dim // 2, self.itemsize, self.vec)
@@ -84,7 +92,7 @@ class Blocks:
                 continue
             of_head = rows // together
             if of_head % of_pass == 0 and of_head % group == 0:
-                return together, rows
+                return together, rows * (2 if single and together == 4 and group <= _SINGLE_GROUP else 1)
             passes = together * -(-rows // of_pass)
             if held and self.num_warps == 8 and rows % group == 0 and passes <= _HEAD_ROWS:
                 return together, rows * together
