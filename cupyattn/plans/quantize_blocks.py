@@ -20,9 +20,11 @@ _PASS_REGISTERS = 4  # of a row, or more
 _HEADS = (4, 2)
 #: Rows of a thread in such a block, some of which lie in shared memory.
 _HEAD_ROWS = 6
+#: Fewest lanes of a row in such a block, each of which adds up one of four sums of squares.
+_HEAD_LANES = 4
 #: Largest group whose rows leave the registers before the next rows arrive. A block of four heads
 #: then takes twice the rows, which halves its reads of weights and the number of blocks.
-_SINGLE_GROUP = 2
+_SMALL_GROUP = 2
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,22 @@ class Blocks:
         -------
         heads, rows : int
             One head and `rows` if no number of heads fits. A block of several has as many rows as
-            if it had one, twice as many if it has four and small groups, or whole groups of each head in
-            a few more.
+            if it had one, twice as many if it has four and small groups, or whole groups of each
+            head in a few more.
         """
         rows = self.rows(group)
         lanes, _ = _lanes(self.head_dim // 2, self.itemsize, self.vec)
         of_pass = self.num_warps * 32 // lanes
-        if (self.vec, self.itemsize) != (8, 2) or lanes * 2 * self.vec != self.head_dim:
+        whole = lanes >= _HEAD_LANES and lanes * 2 * self.vec == self.head_dim
+        if (self.vec, self.itemsize) != (8, 2) or not whole:
             return 1, rows
         for together in _HEADS:
             if heads % together:
                 continue
             of_head = rows // together
             if of_head % of_pass == 0 and of_head % group == 0:
-                return together, rows * (2 if single and together == 4 and group <= _SINGLE_GROUP else 1)
+                twice = single and together == 4 and group <= _SMALL_GROUP
+                return together, rows * (2 if twice else 1)
             passes = together * -(-rows // of_pass)
             if held and self.num_warps == 8 and rows % group == 0 and passes <= _HEAD_ROWS:
                 return together, rows * together

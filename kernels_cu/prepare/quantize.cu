@@ -318,7 +318,8 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
   const uint32_t word = threadIdx.x % (WORDS / WORDS_OUT) * WORDS_OUT,
                  col1 = threadIdx.x / (WORDS / WORDS_OUT);
   int8_t* codes =  // [HEAD_DIM, padded], from this lane's words of column col1 and key row0 on
-      at.value_codes(p) + int64_t(col0 + col1) * p.padded + word * 4;
+      again(p, block / COL_PARTS, VALUES_PAD).value_codes(p) + int64_t(col0 + col1) * p.padded +
+      word * 4;
 #pragma unroll
   for (uint32_t col = 0; col < BLOCK_COLS; col += COLS_OUT, codes += COLS_OUT * int64_t(p.padded))
     if (WHOLE_COLS || col1 + col < cols)

@@ -73,6 +73,7 @@ def heads_of(launch: Launch) -> tuple[int, int]:
         ({"head_dim": 64, "groups": (2, 128)}, (4, 2)),
         ({"head_dim": 256, "groups": (2, 96)}, (4, 1)),  # 16 warps would hold 64 KB
         ({"head_dim": 96}, (1, 1)),
+        ({"head_dim": 32}, (1, 1)),  # two lanes to a row do not hold four sums of squares
         ({"dtype": "float32"}, (1, 1)),
         ({"how": {"rope": "interleaved"}}, (1, 1)),
         ({"how": {"rope": "half_split_by_column"}}, (4, 2)),

@@ -8,19 +8,21 @@
 // Whether a block takes rows of several heads of Q or of K. All heads of an operand then share
 // weights (quantize.py plans it so), or a part of its rows does.
 constexpr bool HEADS_TOGETHER = HEADS_Q > 1 || HEADS_K > 1;
-// Whether rows of an operand become codes as below. K's rows do beside those of several heads of Q,
-// because one bound of registers holds for both.
+// Whether rows of K, and rows of either operand, become codes as below. One head of K does beside
+// several heads of Q, because one bound of registers holds for both.
+constexpr bool K_BY_UNITS = HEADS_K > 1 || (HEADS_Q > 1 && !GATHERED);
 template <typename Cut>
-constexpr bool BY_UNITS = Cut::HEADS > 1 || (Cut::MEAN && HEADS_Q > 1 && !GATHERED);
+constexpr bool BY_UNITS = Cut::MEAN ? K_BY_UNITS : HEADS_Q > 1;
 
 // Shared memory of a multiprocessor, in KB.
 constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200
                               ? 100
                           : __CUDA_ARCH__ < 900 ? 164
                                                 : 228;
-// Whether three blocks of 256 threads share a multiprocessor, rather than two. 80 registers hold one
-// row at a time in float16 with one vector of weights and interleaved pairs. Other settings spill.
-constexpr bool THREE_BLOCKS = CFG_DTYPE == 0 && HEAD_DIM >= 128 && !NORM_BY_PART &&
+// Whether three blocks of 256 threads share a multiprocessor, rather than two. 80 registers hold
+// one row at a time in float16 with one vector of weights and interleaved pairs. Other settings
+// spill.
+constexpr bool THREE_BLOCKS = ELEM_IS_HALF && HEAD_DIM >= 128 && !NORM_BY_PART &&
                               ROPE_INTERLEAVED && SHARED_KB >= 228 && HEADS_K == 1 && !GATHERED &&
                               STEP_K != Step::CODES;
 // Rows of the same token that a lane prepares at a time, with one read of tables and weights.

@@ -8,9 +8,9 @@
 constexpr int ROWS_IN_FLIGHT = ceil_div(FACTORS_FIRST ? 4 : 8, LANE_ACCESSES),
               ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
 
-// The same of rows that are prepared as rows of several heads. Registers of two blocks hold two rows
-// at head_dim 128. Beside two vectors of weights and halves of a row as pairs, and elsewhere, they
-// spill.
+// The same for rows that are prepared as rows of several heads are. At HEAD_DIM 128 the registers
+// of two blocks hold two rows. Otherwise they spill, as they do there with weights by part and pairs
+// of halves.
 constexpr int UNITS_IN_FLIGHT =
     HEAD_DIM == 128 && (ROPE_INTERLEAVED || !NORM_BY_PART) ? ROWS_TOGETHER : 1;
 
@@ -221,7 +221,7 @@ __device__ __forceinline__ void sum_slice(const QuantizeParams& p, uint32_t bloc
   const Rowwise<ROWS_PREPARED> rowwise(p, at);
   LaneSums<EXTREMA, ROWS_PREPARED> own;
   constexpr int TOGETHER = ROWS_IN_FLIGHT * ROWS_PER_PASS, AT_END = ROWS_AT_END * ROWS_PER_PASS;
-  constexpr bool HALVES = ROWS_PREPARED && BY_UNITS<CutK> && !EXTREMA;
+  constexpr bool HALVES = ROWS_PREPARED && K_BY_UNITS && !EXTREMA;
   if constexpr (HALVES) {
     own.template add_rows<UNITS_IN_FLIGHT>(p, at, rowwise.how.eps);
   } else {

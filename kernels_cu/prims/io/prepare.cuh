@@ -254,16 +254,14 @@ struct PreparedRow {
   }
   __device__ __forceinline__ float square(int i, int j) {
     const float a = of[i].first(j), b = of[i].second(j);
-    // NOTE: the square of a number of float16 is exact in float32, so no product is rounded.
-    if constexpr (CFG_DTYPE == 0) return __fmaf_rn(a, a, __fmul_rn(b, b));
+    // NOTE: squares of float16 are exact in float32, so an FMA rounds once, as the addition does.
+    if constexpr (ELEM_IS_HALF) return __fmaf_rn(a, a, __fmul_rn(b, b));
     return __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
   }
   __device__ __forceinline__ float square_sum() {
     return sum([&](int i, int j) { return square(i, j); });
   }
-  __device__ __forceinline__ float mean_square() {
-    return of_head_dim(square_sum());
-  }
+  __device__ __forceinline__ float mean_square() { return of_head_dim(square_sum()); }
 
   __device__ __forceinline__ void normalise(const Preparation& how, float factor) {
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access
