@@ -24,8 +24,8 @@
 // Bytes of dynamic shared memory, for rows of several heads.
 template <Step STEP, typename Cut>
 __host__ __device__ constexpr int heads_bytes() {
-  if constexpr (STEP == Step::ROWS && BY_UNITS<Cut>)
-    if constexpr (!OwnRows<Cut>::FIT) return sizeof(HeadRowsShared<Cut>);
+  if constexpr (STEP == Step::ROWS)  // otherwise Cut may have no groups
+    if constexpr (BY_UNITS<Cut> && !OwnRows<Cut>::FIT) return sizeof(HeadRowsShared<Cut>);
   return 0;
 }
 constexpr int Q_BYTES = heads_bytes<STEP_Q, CutQ>(), K_BYTES = heads_bytes<STEP_K, CutK>();
@@ -332,12 +332,13 @@ struct Encode {
   template <typename Own>
   __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
     if constexpr (Own::STEP == Step::ROWS) {
-      if constexpr (BY_UNITS<typename Own::Cut> && OwnRows<typename Own::Cut>::FIT)
-        quantize_own<typename Own::Cut>(p, block);
-      else if constexpr (BY_UNITS<typename Own::Cut>)
-        quantize_heads<typename Own::Cut>(p, block);
+      using Cut = typename Own::Cut;
+      if constexpr (!BY_UNITS<Cut>)
+        quantize_rows<Cut>(p, block);
+      else if constexpr (OwnRows<Cut>::FIT)
+        quantize_own<Cut>(p, block);
       else
-        quantize_rows<typename Own::Cut>(p, block);
+        quantize_heads<Cut>(p, block);
     }
     if constexpr (Own::STEP == Step::CODES) encode_rows<typename Own::Cut>(p, block);
     if constexpr (Own::STEP == Step::VALUES) quantize_values(p, block);

@@ -244,7 +244,7 @@ struct HeadRowsShared {
   static constexpr int UNITS =                              // of a warp
       HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, STEP);
   static constexpr int HELD = UNITS < ROWS_HELD / TOGETHER ? UNITS : ROWS_HELD / TOGETHER;
-  static constexpr int FOURS = LANE_ACCESSES * VEC / 4;    // of a row of a lane
+  static constexpr int FOURS = ceil_div(LANE_ACCESSES * VEC, 4);  // of a row of a lane
   static constexpr int KEPT = UNITS - HELD;                // units whose rows stay in registers
   HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];            // [HEADS]
   Vec<float, 4> held[HELD][TOGETHER][FOURS][NUM_THREADS];  // a lane's rows, as numbers to code
