@@ -9,7 +9,7 @@ constexpr int ROWS_IN_FLIGHT = ceil_div(FACTORS_FIRST ? 4 : 8, LANE_ACCESSES),
               ROWS_AT_END = ceil_div(2, LANE_ACCESSES);
 
 // The same for rows that are prepared as rows of several heads are. At HEAD_DIM 128 the registers
-// of two blocks hold two rows, unless weights by part meet pairs of halves. Elsewhere two rows spill.
+// of two blocks hold two rows, unless weights by part meet pairs of halves. Elsewhere two spill.
 constexpr int UNITS_IN_FLIGHT =
     HEAD_DIM == 128 && (ROPE_INTERLEAVED || !NORM_BY_PART) ? ROWS_TOGETHER : 1;
 
