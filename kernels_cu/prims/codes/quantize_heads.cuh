@@ -8,6 +8,11 @@
 // Whether a block takes rows of several heads of Q or of K. All heads of an operand then share
 // weights (quantize.py plans it so), or a part of its rows does.
 constexpr bool HEADS_TOGETHER = HEADS_Q > 1 || HEADS_K > 1;
+static_assert(
+    !HEADS_TOGETHER || (FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
+                        LANE_ACCESSES == 2 && LANES >= 4 && LANES * 2 * VEC == HEAD_DIM),
+    "heads share a block if they are normalised each and turned by column, in 16 bits, and if "
+    "HEAD_DIM is 64, 128 or 256");
 // Whether rows of K, and rows of either operand, become codes as below. One head of K does beside
 // several heads of Q, because one bound of registers holds for both.
 constexpr bool K_BY_UNITS = HEADS_K > 1 || (HEADS_Q > 1 && !GATHERED);
@@ -260,13 +265,6 @@ struct HeadRows {
   static constexpr int UNITS = Shared::UNITS, HELD = Shared::HELD, KEPT = Shared::KEPT,
                        TOGETHER = Shared::TOGETHER, STEP = Shared::STEP;
   static constexpr bool ONE_GROUP = GROUPS == 1 && Shared::HEAD_UNITS == 1;  // of a head
-  static_assert(
-      Cut::HEADS >= 1 && FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
-          LANE_ACCESSES == 2 && LANES * LANE_ACCESSES * VEC == HEAD_DIM,
-      "heads share a block if they are normalised each and turned by column, in 16 bits");
-  static_assert(
-      Cut::ROWS % Cut::HEADS == 0 && ROWS % Cut::GROUP == 0,
-      "a block of several heads must hold whole groups of each");
   Words<elem_t, VEC> next[TOGETHER][LANE_ACCESSES];
   TableRow tables;
   PreparedRow kept[KEPT > 0 ? KEPT : 1][TOGETHER];
@@ -425,7 +423,7 @@ struct OwnRows {
   static constexpr int ROWS = Cut::ROWS / Cut::HEADS;  // of a head
   static constexpr int TOKENS = WARP_SIZE / LANES;     // of a warp at a time
   static constexpr int TOGETHER = Cut::HEADS > 1 ? ROWS_TOGETHER : 1;
-  static constexpr bool FIT = !Cut::MEAN && Cut::GROUP <= TOKENS;
+  static constexpr bool FIT = !Cut::MEAN && TOKENS % Cut::GROUP == 0;
   // Whether registers hold the words of the next rows twice.
   static constexpr bool TWICE = TOGETHER > 1 && Cut::HEADS % (2 * TOGETHER) == 0;
   // As scale_of_absmax of N rows, whose maxima N neighbours have: one division a lane.

@@ -31,6 +31,9 @@ struct Cut {
   static_assert(
       ROWS % GROUP == 0 || GROUP % ROWS == 0,
       "a block must hold whole groups of GROUP_Q or GROUP_KV rows, or divide a group");
+  static_assert(
+      HEADS == 1 || (HEADS % 2 == 0 && ROWS % (HEADS * GROUP) == 0),
+      "a block of several heads must hold an even number of them, and whole groups of each");
 };
 using CutQ = Cut<BLOCK_Q, GROUP_Q, HEADS_Q, false>;
 using CutK = Cut<BLOCK_KV, GROUP_KV, HEADS_K, true>;
