@@ -80,7 +80,7 @@ __device__ __forceinline__ void quantize_heads(const QuantizeParams& p, uint32_t
 #pragma unroll 1
   for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) absmax[g] = 0;
   rows.share(shared, p, at);
-  __syncthreads();  // means, weights and zeros are there before a row is made and adds its maximum
+  __syncthreads();  // means and zeros are there before a row is made and adds its maximum
   rows.begin(shared, p, at, absmax);
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
   const Place here = again(p, block, Heads::ROWS, Cut::HEADS);
@@ -295,7 +295,7 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
   }
   __syncthreads();  // the inverses are there before a value is coded with them
 
-  const uint32_t first_word = uint32_t(thread_id_anew()) / VALUE_LANES;
+  const uint32_t first_word = uint32_t(thread_id_anew()) / VALUE_LANES;  // kept, word0 would spill
 #pragma unroll
   for (int pass = 0; pass < WORD_PASSES; ++pass) {
     const uint32_t word = first_word + pass * WORDS_PER_PASS;

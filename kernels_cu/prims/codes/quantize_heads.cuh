@@ -1,20 +1,23 @@
-// quantize_heads.cuh -- rows of the same tokens of several heads in one block. Rows that are
-// prepared read 8 bytes of rotation tables a number, and 2 of their own. The heads of a block share
-// what a lane has read of both tables, and of weights.
+// quantize_heads.cuh -- rows of the same tokens of several heads in one block. A number of a
+// prepared row has 2 bytes, and rotation tables have 8 for it. So the heads of a block share what a
+// lane has read of tables and weights. A lane has the same 8 columns of both halves of a row, whose
+// 32 bytes in a table are a sector.
+// HeadRows  rows wait, in shared memory or registers, for the scales of their groups
+// OwnRows   a warp has whole groups: it finds their scales by itself, and keeps no rows
 #pragma once
 
 #include "prims/codes/quantize_rows.cuh"
 
 // Whether a block takes rows of several heads of Q or of K. All heads of an operand then share
-// weights (quantize.py plans it so), or a part of its rows does.
+// weights, or all heads of a part of its rows: cupyattn/plans/quantize.py plans it so.
 constexpr bool HEADS_TOGETHER = HEADS_Q > 1 || HEADS_K > 1;
 static_assert(
     !HEADS_TOGETHER || (FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
                         LANE_ACCESSES == 2 && LANES >= 4 && LANES * 2 * VEC == HEAD_DIM),
     "heads share a block if they are normalised each and turned by column, in 16 bits, and if "
     "HEAD_DIM is 64, 128 or 256");
-// Whether rows of K, and rows of either operand, become codes as below. One head of K does beside
-// several heads of Q, because one bound of registers holds for both.
+// Whether rows of K, or of the operand of a Cut, become codes by the code below. Blocks of one head
+// of K do beside several heads of Q, because one bound of registers holds for both.
 constexpr bool K_BY_UNITS = HEADS_K > 1 || (HEADS_Q > 1 && !GATHERED);
 template <typename Cut>
 constexpr bool BY_UNITS = Cut::MEAN ? K_BY_UNITS : HEADS_Q > 1;
@@ -25,15 +28,15 @@ constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA
                           : __CUDA_ARCH__ < 900 ? 164
                                                 : 228;
 // Whether three blocks of 256 threads share a multiprocessor, rather than two. 80 registers hold
-// one row at a time in float16 with one vector of weights and interleaved pairs. Other settings
-// spill.
+// one row at a time in float16 with one vector of weights and interleaved pairs, beside whole groups
+// of one head of K. Other settings spill.
 constexpr bool THREE_BLOCKS = ELEM_IS_HALF && HEAD_DIM >= 128 && !NORM_BY_PART &&
                               ROPE_INTERLEAVED && SHARED_KB >= 228 && HEADS_K == 1 && !GATHERED &&
                               STEP_K != Step::CODES;
 // Rows of the same token that a lane prepares at a time, with one read of tables and weights.
 constexpr int ROWS_TOGETHER = THREE_BLOCKS ? 1 : 2;
-// Rows of a lane in shared memory, which holds the blocks of a multiprocessor beside codes of V.
-// Others stay in registers.
+// Rows of a lane that wait in shared memory if two blocks share a multiprocessor. Codes of V take
+// the space of one. Other rows stay in registers.
 constexpr int ROWS_HELD = (SHARED_KB > 100 ? 4 : 2) - (STEP_V == Step::VALUES);
 
 // Dynamic shared memory of a block.
@@ -42,27 +45,35 @@ __device__ __forceinline__ unsigned char* dynamic_space() {
   return space;
 }
 
-// Numbers of a head in shared memory, where all lanes of a row read 16 bytes at a time. Between the
-// columns of two lanes are 16 bytes, so that eight lanes read from all banks.
+// Columns between both accesses of a lane: the lanes of a row read its first half together, then
+// its second half.
+constexpr int BETWEEN = ANGLES;
+// Column of an access of a lane.
+__device__ __forceinline__ int half_col(int access) {
+  return access * BETWEEN + int(lane_in_row()) * VEC;
+}
+
+// A number for each column, in shared memory. All lanes of a row read 16 bytes at a time. Between
+// the columns of two lanes are 16 bytes, so eight lanes read from all banks.
 struct HeadColumns {
-  static constexpr int OF_LANE = VEC;
-  alignas(16) float x[HEAD_DIM + HEAD_DIM / OF_LANE * 4];
-  __device__ __forceinline__ float& at(int col) { return x[col + col / OF_LANE * 4]; }
-  // Where the columns of a lane begin, and its four from number j of an access on.
-  static __device__ __forceinline__ int first() { return lane_in_row() * (OF_LANE + 4); }
+  static constexpr int SPACING = VEC + 4;         // of lanes
+  alignas(16) float x[HEAD_DIM / VEC * SPACING];  // [HEAD_DIM / VEC, SPACING]
+  __device__ __forceinline__ float& at(int col) { return x[col + col / VEC * 4]; }
+  // Index of a lane's first column, and four numbers from number j of an access on.
+  static __device__ __forceinline__ int first() { return lane_in_row() * SPACING; }
   __device__ __forceinline__ Vec<float, 4> four(int first, int access, int j) const {
-    constexpr int APART = ANGLES + ANGLES / OF_LANE * 4;
-    return *reinterpret_cast<const Vec<float, 4>*>(&x[first + access * APART + j]);
+    return *reinterpret_cast<const Vec<float, 4>*>(
+        &x[first + access * (BETWEEN / VEC * SPACING) + j]);
   }
 };
 
-// Weights of Q and of K, [2, vectors].
+// Weights of Q or of K in shared memory, [WEIGHT_VECTORS].
 constexpr int WEIGHT_VECTORS = NORM_BY_PART ? 2 : 1;
 __device__ __forceinline__ HeadColumns* weights_of(bool of_k) {
   __shared__ HeadColumns weight[2][WEIGHT_VECTORS];
   return weight[of_k];
 }
-// Reads them. They are there after the next barrier.
+// Copies them there. A barrier must follow before they are read.
 template <typename Params>
 __device__ __forceinline__ void share_weights(const Params& q, const Params& k) {
 #pragma unroll 1
@@ -74,19 +85,12 @@ __device__ __forceinline__ void share_weights(const Params& q, const Params& k) 
   }
 }
 
-// Columns between both accesses of a lane: the lanes of a row take the first half of its columns
-// together, then the second half. So an access of all lanes reads bytes side by side.
-constexpr int BETWEEN = ANGLES;
-// Column of an access of a lane.
-__device__ __forceinline__ int half_col(int access) {
-  return access * BETWEEN + int(lane_in_row()) * VEC;
-}
-
-// What a lane has of both tables for one token.
+// A lane's numbers of both tables for one token, in PARTS of PAIRS pairs. If pairs are neighbours,
+// a part lies in one half of the row; otherwise in both.
 struct TableRow {
   static constexpr int PAIRS = 4, PARTS = ceil_div(ROPE_PAIRS, PAIRS);
-  RopeNumbers<PAIRS> cos[LANE_PAIRS][PARTS], sin[LANE_PAIRS][PARTS];
-  // Bytes from row 0 of a table to a lane's numbers in another.
+  RopeNumbers<PAIRS> cos[PARTS], sin[PARTS];
+  // Bytes from the first row of a table to a lane's numbers in row `row`.
   static __device__ __forceinline__ int64_t offset(int row) {
     return (int64_t(row) * ROPE_TABLE + half_col(0)) * 4;
   }
@@ -101,41 +105,27 @@ struct TableRow {
     };
     const int pair0 = ROPE_INTERLEAVED ? 0 : part * PAIRS;
     const int further = ROPE_INTERLEAVED ? part * BETWEEN : 0;
-    cos[0][part] = RopeNumbers<PAIRS>(at(of_cos) + further, pair0);
-    sin[0][part] = RopeNumbers<PAIRS>(at(of_sin) + further, pair0);
+    cos[part] = RopeNumbers<PAIRS>(at(of_cos) + further, pair0);
+    sin[part] = RopeNumbers<PAIRS>(at(of_sin) + further, pair0);
   }
-  __device__ __forceinline__ void turn(PreparedRow& x, int i, int part) const {
-    x.of[i].template turn<PAIRS>(part * PAIRS, cos[i][part], sin[i][part]);
+  __device__ __forceinline__ void turn(PreparedRow& x, int part) const {
+    x.of[0].template turn<PAIRS>(part * PAIRS, cos[part], sin[part]);
   }
 };
 
-// Loads a lane's part of a row, from its first column on.
+// Loads a lane's part of a row, whose first column for the lane is `row`.
 __device__ __forceinline__ void load_row(
     Words<elem_t, VEC> (&words)[LANE_ACCESSES], const elem_t* row) {
 #pragma unroll
   for (int a = 0; a < LANE_ACCESSES; ++a)
     words[a] = *reinterpret_cast<const Words<elem_t, VEC>*>(row + a * BETWEEN);
 }
-// Multiplies it by its weights.
-__device__ __forceinline__ void weigh_row(
-    PreparedRow& row, const HeadColumns& weights, int first_col) {
-#pragma unroll
-  for (int access = 0; access < LANE_ACCESSES; ++access)
-#pragma unroll
-    for (int j = 0; j < VEC; j += 4) {
-      const auto weight = weights.four(first_col, access, j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = row.element(access, j + i);
-        x = __fmul_rn(x, weight.v[i]);
-      }
-    }
-}
-// Adds N numbers over groups of LANES lanes as shfl_sum_of_neighbours does, with fewer exchanges:
-// lane i of N gets the sum of a number, whose bits are those of i from the lowest bit on.
+// Adds N numbers over groups of LANES lanes, each as shfl_sum_of_neighbours does, with fewer
+// exchanges. A lane gets one of the sums: number i of N goes to the lanes whose lowest bits are the
+// bits of i in reverse order.
 template <int LANES, int N>
 __device__ __forceinline__ float scatter_sum_of_neighbours(float (&x)[N]) {
-  static_assert(N <= LANES);
+  static_assert(N <= LANES, "a lane gets one sum");
 #pragma unroll
   for (int offset = 1; offset < LANES; offset *= 2) {
     const int left = N / offset / 2;
@@ -152,11 +142,13 @@ __device__ __forceinline__ float scatter_sum_of_neighbours(float (&x)[N]) {
   }
   return x[0];
 }
-// Converts rows, and multiplies them by the factors that normalise them.
+// Converts rows, and multiplies them by the factors that normalise them. A lane computes the factor
+// of one row.
 template <int ROWS>
 __device__ __forceinline__ void rows_of_words(
     PreparedRow (&row)[ROWS], const Words<elem_t, VEC> (&words)[ROWS][LANE_ACCESSES], float eps) {
-  // Interleaved pairs of both halves of a row are added in the end.
+  // The squares of neighbours are added first. So halves of a row are added last if pairs are
+  // neighbours, and first if pairs have a column of each half.
   constexpr int HALVES = ROPE_INTERLEAVED ? 2 : 1, PAIRS = ROPE_PAIRS / HALVES;
   float sums[ROWS * HALVES];  // [ROWS, HALVES]
 #pragma unroll
@@ -184,7 +176,16 @@ __device__ __forceinline__ void rows_of_words(
       for (int j = 0; j < VEC; ++j)
         row[i].element(access, j) = __fmul_rn(row[i].element(access, j), factor[i]);
 }
-// Multiplies rows of a token by their weights, and turns them.
+// Multiplies four numbers of an access by their weights.
+__device__ __forceinline__ void weigh_four(
+    PreparedRow& row, int access, int j, const Vec<float, 4>& weight) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float& x = row.element(access, j + i);
+    x = __fmul_rn(x, weight.v[i]);
+  }
+}
+// Multiplies rows of a token by their weights, and rotates them.
 template <int ROWS>
 __device__ __forceinline__ void finish_rows(
     PreparedRow (&row)[ROWS], const HeadColumns& weights, int first_col, const TableRow& tables) {
@@ -194,31 +195,26 @@ __device__ __forceinline__ void finish_rows(
     for (int j = 0; j < VEC; j += 4) {
       const auto weight = weights.four(first_col, access, j);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int nth = 0; nth < ROWS; ++nth) {
-          float& x = row[nth].element(access, j + i);
-          x = __fmul_rn(x, weight.v[i]);
-        }
+      for (int i = 0; i < ROWS; ++i) weigh_four(row[i], access, j, weight);
     }
 #pragma unroll
   for (int part = 0; part < TableRow::PARTS; ++part)
 #pragma unroll
-    for (int nth = 0; nth < ROWS; ++nth) tables.turn(row[nth], 0, part);
+    for (int i = 0; i < ROWS; ++i) tables.turn(row[i], part);
 }
-// Keeps a number in a register, instead of what it was computed from.
+// Keeps a number in a register, so that it is not computed again at each use.
 __device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
-// Admits a number to a reach whose sides are one: as a float, a NaN stays.
-__device__ __forceinline__ void admit(float& reach, float x) { reach = max_nan(reach, fabsf(x)); }
+// Raises the largest magnitude of a row to that of a number. A NaN stays.
+__device__ __forceinline__ void admit(float& most, float x) { most = max_nan(most, fabsf(x)); }
 
-// Four numbers of a lane's part of a row.
+// Numbers 4 i to 4 i + 3 of a lane's part of a row.
 __device__ __forceinline__ Vec<float, 4> four_of(const PreparedRow& row, int i) {
   Vec<float, 4> found;
 #pragma unroll
   for (int j = 0; j < 4; ++j) found.v[j] = row.element(i * 4 / VEC, i * 4 % VEC + j);
   return found;
 }
-// Stores a lane's codes of a row, from its first column on.
+// Stores a lane's codes of a row, from its first column on: four(i) returns numbers 4 i to 4 i + 3.
 template <typename Four>
 __device__ __forceinline__ void store_codes(int8_t* codes, const Coding& of_row, Four four) {
 #pragma unroll
@@ -238,8 +234,8 @@ struct FourKept {
   __device__ __forceinline__ Vec<float, 4> operator()(int i) const { return four_of(row, i); }
 };
 
-// Rows that wait for the scales of their groups. A unit of a warp is the rows of TOKENS tokens in
-// TOGETHER heads: as many rows of a lane.
+// Rows that wait for the scales of their groups. A unit of a warp has the rows of TOKENS tokens in
+// TOGETHER heads, and TOGETHER rows of a lane.
 template <typename Cut>
 struct HeadRowsShared {
   static constexpr int TOGETHER = Cut::HEADS > 1 && ROWS_HELD > 1 ? ROWS_TOGETHER : 1;
@@ -250,13 +246,13 @@ struct HeadRowsShared {
       HEAD_UNITS * ceil_div(Cut::ROWS / Cut::HEADS, STEP);
   static constexpr int HELD = UNITS < ROWS_HELD / TOGETHER ? UNITS : ROWS_HELD / TOGETHER;
   static constexpr int FOURS = ceil_div(LANE_ACCESSES * VEC, 4);  // of a row of a lane
-  static constexpr int KEPT = UNITS - HELD;                // units whose rows stay in registers
-  HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];            // [HEADS]
+  static constexpr int KEPT = UNITS - HELD;                       // units that stay in registers
+  HeadColumns mean[Cut::MEAN ? Cut::HEADS : 1];                   // [HEADS]
   Vec<float, 4> held[HELD][TOGETHER][FOURS][NUM_THREADS];  // a lane's rows, as numbers to code
 };
 
-// A lane's part of the block's rows. Past the last row, the last row is repeated: it adds nothing
-// to the reach of its group, and is not stored.
+// A lane's part of the block's rows. Past the last row, a row before the end is repeated: it adds
+// nothing to the reach of its group, and is not stored.
 template <typename Cut>
 struct HeadRows {
   using Shared = HeadRowsShared<Cut>;
@@ -264,17 +260,21 @@ struct HeadRows {
   static constexpr int GROUPS = Cut::GROUPS / Cut::HEADS;  // of a head
   static constexpr int UNITS = Shared::UNITS, HELD = Shared::HELD, KEPT = Shared::KEPT,
                        TOGETHER = Shared::TOGETHER, STEP = Shared::STEP;
-  static constexpr bool ONE_GROUP = GROUPS == 1 && Shared::HEAD_UNITS == 1;  // of a head
-  Words<elem_t, VEC> next[TOGETHER][LANE_ACCESSES];
+  // Whether row i of a lane belongs to the same group in all units.
+  static constexpr bool ONE_GROUP = GROUPS == 1 && Shared::HEAD_UNITS == 1;
+  // Whether tables of the next unit are on their way while rows are finished.
+  static constexpr bool TABLES_AHEAD = ROWS_TOGETHER > 1 && Shared::HEAD_UNITS == 1;
+  Words<elem_t, VEC> next[TOGETHER][LANE_ACCESSES];  // of the next unit
   TableRow tables;
   PreparedRow kept[KEPT > 0 ? KEPT : 1][TOGETHER];
   Reach reach[TOGETHER];
-  int row0, rows;   // of the first unit; rows that exist
+  int row0;         // row of this lane in the first unit
+  int rows;         // of a head that exist
   int units;        // in which this warp has rows
   const elem_t* X;  // [rows, HEAD_DIM], from the columns of this lane on
 
   __device__ __forceinline__ HeadRows(const QuantizeParams& p, const Place& at) {
-    row0 = warp_id() * Shared::TOKENS + lane_id() / LANES;
+    row0 = row_in_pass();
     rows = min(at.rows, ROWS);
     const int own = rows - warp_id() * Shared::TOKENS;
     units = own > 0 ? min(ceil_div(own, STEP) * Shared::HEAD_UNITS, UNITS) : 0;
@@ -282,7 +282,6 @@ struct HeadRows {
     load(p, 0);
     if constexpr (TABLES_AHEAD) load_tables(Rowwise<true>(p, at).how, 0);
   }
-  static constexpr bool TABLES_AHEAD = ROWS_TOGETHER > 1 && Shared::HEAD_UNITS == 1;
   static __device__ __forceinline__ int head_of(int unit, int i) {
     return unit % Shared::HEAD_UNITS * TOGETHER + i;
   }
@@ -292,7 +291,6 @@ struct HeadRows {
   __device__ __forceinline__ int group_of(int unit, int i) const {
     return head_of(unit, i) * GROUPS + uint32_t(min(row_of(unit), ROWS - 1)) / Cut::GROUP;
   }
-  // Past the last row, a row before it is repeated.
   __device__ __forceinline__ void load(const QuantizeParams& p, int unit) {
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) load_row(next[i], X + head_of(unit, i) * p.X_stride.head);
@@ -305,7 +303,7 @@ struct HeadRows {
     tables.load(how.cos, how.sin, TableRow::offset(min(row_of(unit), rows - 1)));
   }
 
-  // Fills shared memory, which is free before. The whole block takes part.
+  // Copies means to shared memory, which is free before. The whole block takes part.
   __device__ __forceinline__ void share(Shared& shared, const QuantizeParams& p, const Place& at) {
     if constexpr (Cut::MEAN)
 #pragma unroll 1
@@ -344,6 +342,7 @@ struct HeadRows {
       }
   }
 
+  // The same for one unit, whose rows it returns. Requests the next unit.
   __device__ __forceinline__ void make(
       PreparedRow (&row)[TOGETHER], const Shared& shared, const QuantizeParams& p,
       const Preparation& how, int first_col, int unit, uint32_t (&of_groups)[Cut::GROUPS]) {
@@ -383,13 +382,14 @@ struct HeadRows {
     }
   }
 
+  // Stores the codes of the rows.
   __device__ __forceinline__ void store(
       const Shared& shared, const QuantizeParams& p, const Place& at,
       const Coding (&coding)[Cut::GROUPS]) const {
     const int64_t pitch = int64_t(PACKED ? p.total : p.length) * CODES_PITCH;  // of heads
     int8_t* codes = at.codes(p) + row0 * CODES_PITCH + half_col(0);
     const auto* held = &shared.held[0][0][0][thread_id()];
-    auto row = [&](int unit, int i) {  // of codes
+    auto row = [&](int unit, int i) {  // codes of row i of this lane, from its first column on
       return codes + head_of(unit, i) * pitch + unit / Shared::HEAD_UNITS * STEP * CODES_PITCH;
     };
 #pragma unroll 1
@@ -417,16 +417,17 @@ struct HeadRows {
   };
 };
 
-// Rows whose scales a warp finds alone: of groups of neighbours, without a mean.
+// Rows of groups that a warp has as a whole, without a mean: it finds their scales by itself.
 template <typename Cut>
 struct OwnRows {
   static constexpr int ROWS = Cut::ROWS / Cut::HEADS;  // of a head
   static constexpr int TOKENS = WARP_SIZE / LANES;     // of a warp at a time
-  static constexpr int TOGETHER = Cut::HEADS > 1 ? ROWS_TOGETHER : 1;
+  static constexpr int TOGETHER = ROWS_TOGETHER;
   static constexpr bool FIT = !Cut::MEAN && TOKENS % Cut::GROUP == 0;
-  // Whether registers hold the words of the next rows twice.
+  // Whether the words of two steps are on their way.
   static constexpr bool TWICE = TOGETHER > 1 && Cut::HEADS % (2 * TOGETHER) == 0;
-  // As scale_of_absmax of N rows, whose maxima N neighbours have: one division a lane.
+  // As scale_of_absmax does for N rows, with one division a lane. `bits` is the largest magnitude
+  // of row threadIdx.x % N.
   template <int N>
   static __device__ __forceinline__ void scales_of(
       float (&scale)[N], Coding (&coding)[N], uint32_t bits) {
@@ -442,7 +443,7 @@ struct OwnRows {
     }
   }
   static __device__ __forceinline__ void quantize(const QuantizeParams& p, const Place& at) {
-    const HeadColumns* weights = weights_of(false);
+    const HeadColumns* weights = weights_of(false);  // [WEIGHT_VECTORS]
     const Preparation how = Rowwise<true>(p, at).how;
     const int64_t pitch = int64_t(PACKED ? p.total : p.length) * CODES_PITCH;  // of heads
 #pragma unroll 1
@@ -451,8 +452,8 @@ struct OwnRows {
       const elem_t* X = at.X(p) + known * p.X_stride.len + half_col(0);
       int8_t* codes = at.codes(p) + row * CODES_PITCH + half_col(0);
       float* scales = p.scale + at.template first_scale<Cut::GROUP>(p) + row / Cut::GROUP;
-      Words<elem_t, VEC> next[TOGETHER][LANE_ACCESSES], then[TOGETHER][LANE_ACCESSES];
       using Loaded = Words<elem_t, VEC>[TOGETHER][LANE_ACCESSES];
+      Loaded next, then;  // of this step; of the step behind it, if TWICE
       auto load = [&](Loaded& words) {
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) load_row(words[i], X + i * p.X_stride.head);

@@ -96,8 +96,8 @@ struct LaneSums {
   // these. Past the last row, the last row is repeated, and adds nothing.
   template <int ROWS, typename Params>  // that have a Preparation
   __device__ __forceinline__ void add_rows(const Params& p, const Place& at, float eps) {
-    if (at.rows <= 0) return;  // an empty sequence has no row to repeat
-    const HeadColumns* weight = weights_of(true);
+    if (at.rows <= 0) return;                      // an empty sequence has no row to repeat
+    const HeadColumns* weight = weights_of(true);  // [WEIGHT_VECTORS] of K: Q has no such sums
     const elem_t* X = at.X(p) + half_col(0);  // [rows, HEAD_DIM], from the columns of this lane on
     constexpr bool AHEAD = ROWS > 1;          // whether first parts of tables are on their way, too
     Words<elem_t, VEC> next[ROWS][LANE_ACCESSES];
@@ -134,11 +134,16 @@ struct LaneSums {
       if constexpr (!AHEAD) load_first();
       load_tables(0, LAST);
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i)
-        weigh_row(made[i], weight[NORM_BY_PART && row[i] >= int(p.weight_step)], first_col);
+      for (int i = 0; i < ROWS; ++i) {
+        const HeadColumns& own = weight[NORM_BY_PART && row[i] >= int(p.weight_step)];
+#pragma unroll
+        for (int a = 0; a < LANE_ACCESSES; ++a)
+#pragma unroll
+          for (int j = 0; j < VEC; j += 4) weigh_four(made[i], a, j, own.four(first_col, a, j));
+      }
 #pragma unroll
       for (int i = 0; i < ROWS; ++i) {
-        tables[i].turn(made[i], 0, 0);
+        tables[i].turn(made[i], 0);
         if (i + 1 == ROWS) continue;
         __syncwarp();  // no hazard: the next numbers take the registers of these
         load_tables(i + 1, LAST);
@@ -147,7 +152,7 @@ struct LaneSums {
       __syncwarp();  // no hazard: the next words take the registers of first parts
       load();
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i) tables[i].turn(made[i], 0, LAST);
+      for (int i = 0; i < ROWS; ++i) tables[i].turn(made[i], LAST);
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
         if (row0 + i * ROWS_PER_PASS + row_in_pass() < at.rows)
