@@ -163,12 +163,12 @@ BROKEN = [
     (
         "prepare/quantize.cu",
         {"STEP_Q": STEPS.index("rows"), "HEADS_Q": 2, "HEADS_K": 1},
-        "heads share a block if they are normalised each and turned by column, in 16 bits",
+        "heads share a block if each is normalised and turned by column",
     ),
     (
         "prepare/quantize.cu",
         HEADS_TOGETHER | {"HEAD_DIM": 32},
-        "and if HEAD_DIM is 64, 128 or 256",
+        "64, 128 or 256, in 16 bits",
     ),
     (
         "prepare/quantize.cu",

@@ -293,7 +293,7 @@ HEADS, SUMS = (f"prims/codes/quantize_{x}.cuh" for x in ("heads", "sums"))
     [
         (HEADS, "shared.mean[head_of(unit, nth)]", "shared.mean[0]", AssertionError),
         (
-            "prepare/quantize.cu", "__syncthreads();  // means and zeros are there before", "// are",
+            "prepare/quantize.cu", "__syncthreads();  // means and zeros are there", "// there",
             KernelFault,
         ),
         *slow_rows([

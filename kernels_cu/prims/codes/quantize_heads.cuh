@@ -14,8 +14,7 @@ constexpr bool HEADS_TOGETHER = HEADS_Q > 1 || HEADS_K > 1;
 static_assert(
     !HEADS_TOGETHER || (FACTORS_FIRST && !QK_ROTATE && !ZERO_POINTS && VEC == 8 &&
                         LANE_ACCESSES == 2 && LANES >= 4 && LANES * 2 * VEC == HEAD_DIM),
-    "heads share a block if they are normalised each and turned by column, in 16 bits, and if "
-    "HEAD_DIM is 64, 128 or 256");
+    "heads share a block if each is normalised and turned by column: 64, 128 or 256, in 16 bits");
 // Whether rows of K, or of the operand of a Cut, become codes by the code below. Blocks of one head
 // of K do beside several heads of Q, because one bound of registers holds for both.
 constexpr bool K_BY_UNITS = HEADS_K > 1 || (HEADS_Q > 1 && !GATHERED);
@@ -28,8 +27,8 @@ constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA
                           : __CUDA_ARCH__ < 900 ? 164
                                                 : 228;
 // Whether three blocks of 256 threads share a multiprocessor, rather than two. 80 registers hold
-// one row at a time in float16 with one vector of weights and interleaved pairs, beside whole groups
-// of one head of K. Other settings spill.
+// one row at a time in float16 with one vector of weights and interleaved pairs. Blocks of K have
+// whole groups of one head. Other settings spill.
 constexpr bool THREE_BLOCKS = ELEM_IS_HALF && HEAD_DIM >= 128 && !NORM_BY_PART &&
                               ROPE_INTERLEAVED && SHARED_KB >= 228 && HEADS_K == 1 && !GATHERED &&
                               STEP_K != Step::CODES;
@@ -125,7 +124,7 @@ __device__ __forceinline__ void load_row(
 // bits of i in reverse order.
 template <int LANES, int N>
 __device__ __forceinline__ float scatter_sum_of_neighbours(float (&x)[N]) {
-  static_assert(N <= LANES, "a lane gets one sum");
+  static_assert(N <= LANES);
 #pragma unroll
   for (int offset = 1; offset < LANES; offset *= 2) {
     const int left = N / offset / 2;
