@@ -26,9 +26,9 @@ constexpr int SHARED_KB = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA
                               ? 100
                           : __CUDA_ARCH__ < 900 ? 164
                                                 : 228;
-// Whether three blocks of 256 threads share a multiprocessor, rather than two. 80 registers hold
-// one row at a time in float16 with one vector of weights and interleaved pairs. Blocks of K have
-// whole groups of one head. Other settings spill.
+// Whether three blocks of 256 threads share a multiprocessor, rather than two. Their 80 registers
+// hold one row at a time in float16 with one vector of weights and interleaved pairs. Blocks of K
+// then have whole groups of one head. Other settings spill.
 constexpr bool THREE_BLOCKS = ELEM_IS_HALF && HEAD_DIM >= 128 && !NORM_BY_PART &&
                               ROPE_INTERLEAVED && SHARED_KB >= 228 && HEADS_K == 1 && !GATHERED &&
                               STEP_K != Step::CODES;
@@ -120,8 +120,7 @@ __device__ __forceinline__ void load_row(
     words[a] = *reinterpret_cast<const Words<elem_t, VEC>*>(row + a * BETWEEN);
 }
 // Adds N numbers over groups of LANES lanes, each as shfl_sum_of_neighbours does, with fewer
-// exchanges. A lane gets one of the sums: number i of N goes to the lanes whose lowest bits are the
-// bits of i in reverse order.
+// exchanges. A lane gets one sum: its lowest bits are the bits of the number's index in reverse.
 template <int LANES, int N>
 __device__ __forceinline__ float scatter_sum_of_neighbours(float (&x)[N]) {
   static_assert(N <= LANES);
