@@ -165,11 +165,7 @@ BROKEN = [
         {"STEP_Q": STEPS.index("rows"), "HEADS_Q": 2, "HEADS_K": 1},
         "heads share a block if each is normalised and turned by column",
     ),
-    (
-        "prepare/quantize.cu",
-        HEADS_TOGETHER | {"HEAD_DIM": 32},
-        "64, 128 or 256, in 16 bits",
-    ),
+    ("prepare/quantize.cu", HEADS_TOGETHER | {"HEAD_DIM": 32}, "64, 128 or 256, in 16 bits"),
     (
         "prepare/quantize.cu",
         HEADS_TOGETHER | {"BLOCK_Q": 96, "GROUP_Q": 96},
