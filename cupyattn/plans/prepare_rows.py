@@ -67,6 +67,11 @@ class Prepares:
         return "token" if self.by_token else "head"
 
     @property
+    def of_all_heads(self) -> bool:
+        """Whether each row is normalised by itself, with weights that all heads share."""
+        return self.norm == "part" or (self.norm == "head" and self.vectors == 1)
+
+    @property
     def features(self) -> dict[str, Any]:
         """Its fields of `Features`."""
         return {"rope": self.rope, "qk_norm": self.norm, "qk_rotate": self.rotate}

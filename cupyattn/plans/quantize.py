@@ -118,8 +118,7 @@ class Part:
         how = self.prepares
         if how is None or how.rotate or self.static or self.zero_points or self.gathered:
             return False
-        of_all_heads = how.norm == "part" or (how.norm == "head" and how.vectors == 1)
-        return of_all_heads and how.rope.endswith("by_column")
+        return how.of_all_heads and how.rope.endswith("by_column")
 
     def groups(self, group: int) -> int:
         """Return the number of groups of a head."""
@@ -248,7 +247,7 @@ def plan_quantize(
     blocks = _blocks_of(present)
     work = {
         name: _Work(
-            name, part, *_heads_and_rows(blocks, part, alone=v is None), blocks.rows(GROUP_ALL),
+            name, part, *_heads_and_rows(name, present, blocks), blocks.rows(GROUP_ALL),
             blocks.columns,
         )
         for name, part in present.items()
@@ -287,14 +286,19 @@ def _blocks_of(parts: Mapping[str, Part]) -> Blocks:
     return Blocks.of([part.x for part in parts.values()], groups, pairs)
 
 
-def _heads_and_rows(blocks: Blocks, part: Part, *, alone: bool) -> tuple[int, int]:
+def _heads_and_rows(name: str, parts: Mapping[str, Part], blocks: Blocks) -> tuple[int, int]:
     """Return the heads whose rows a block takes, and its rows.
 
-    `alone`: no codes of V take shared memory.
+    Blocks read weights of Q and of K before they know their work. So heads share blocks only if all
+    heads of Q share weights, and all heads of K.
     """
-    if not part.shares_tables:
+    part = parts[name]
+    weights_by_head = any(p.prepares and not p.prepares.of_all_heads for p in parts.values())
+    if weights_by_head or not part.shares_tables:
         return 1, blocks.rows(part.group)
-    return blocks.heads_and_rows(part.group, part.x.shape[1], held=alone)
+    # Codes of V take shared memory, too.
+    heads, held = part.x.shape[1], "v" not in parts
+    return blocks.heads_and_rows(part.group, heads, held=held, single=name == "q")
 
 
 def _workspace(work: Mapping[str, _Work], first: Mapping[str, str]) -> tuple[Workspace, ...]:

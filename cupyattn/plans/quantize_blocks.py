@@ -20,6 +20,11 @@ _PASS_REGISTERS = 4  # of a row, or more
 _HEADS = (4, 2)
 #: Rows of a thread in such a block, some of which lie in shared memory.
 _HEAD_ROWS = 6
+#: Fewest lanes of a row in such a block, each of which adds up one of four sums of squares.
+_HEAD_LANES = 4
+#: Largest group whose rows leave the registers before the next rows arrive. A block of four heads
+#: then takes twice the rows, which halves its reads of weights and the number of blocks.
+_SMALL_GROUP = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ class Blocks:
         shape = self.head_dim, self.itemsize, self.vec
         return block_rows(group, *shape, self.num_warps, self.registers, pairs=self.pairs)
 
-    def heads_and_rows(self, group: int, heads: int, *, held: bool) -> tuple[int, int]:
+    def heads_and_rows(
+        self, group: int, heads: int, *, held: bool, single: bool
+    ) -> tuple[int, int]:
         """Return how many heads share a block of prepared rows, and its rows in all.
 
         Parameters
@@ -67,24 +74,29 @@ class Blocks:
             Heads of the operand.
         held : bool
             Shared memory has room for some of the rows.
+        single : bool
+            No mean is subtracted, so a warp finds the scales of small groups by itself.
 
         Returns
         -------
         heads, rows : int
             One head and `rows` if no number of heads fits. A block of several has as many rows as
-            if it had one, or whole groups of each head in a few more.
+            if it had one, twice as many if it has four and small groups, or whole groups of each
+            head in a few more.
         """
         rows = self.rows(group)
         lanes, _ = _lanes(self.head_dim // 2, self.itemsize, self.vec)
         of_pass = self.num_warps * 32 // lanes
-        if (self.vec, self.itemsize) != (8, 2) or lanes * 2 * self.vec != self.head_dim:
+        whole = lanes >= _HEAD_LANES and lanes * 2 * self.vec == self.head_dim
+        if (self.vec, self.itemsize) != (8, 2) or not whole:
             return 1, rows
         for together in _HEADS:
             if heads % together:
                 continue
             of_head = rows // together
             if of_head % of_pass == 0 and of_head % group == 0:
-                return together, rows
+                twice = single and together == 4 and group <= _SMALL_GROUP
+                return together, rows * (2 if twice else 1)
             passes = together * -(-rows // of_pass)
             if held and self.num_warps == 8 and rows % group == 0 and passes <= _HEAD_ROWS:
                 return together, rows * together

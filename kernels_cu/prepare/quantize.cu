@@ -21,16 +21,15 @@
 #include "prims/codes/quantize_heads.cuh"
 #include "prims/schedule/quantize_turns.cuh"
 
-// Bytes of dynamic shared memory, for rows of several heads or for the tables of sums.
-template <Step STEP, int HEADS, typename Cut>
+// Bytes of dynamic shared memory, for rows of several heads.
+template <Step STEP, typename Cut>
 __host__ __device__ constexpr int heads_bytes() {
-  if constexpr (STEP == Step::ROWS && HEADS > 1) return sizeof(HeadRowsShared<Cut>);
+  if constexpr (STEP == Step::ROWS)  // otherwise Cut may have no groups
+    if constexpr (BY_UNITS<Cut> && !OwnRows<Cut>::FIT) return sizeof(HeadRowsShared<Cut>);
   return 0;
 }
-constexpr int Q_BYTES = heads_bytes<STEP_Q, HEADS_Q, CutQ>(),
-              K_BYTES = heads_bytes<STEP_K, HEADS_K, CutK>(),
-              HEADS_BYTES = Q_BYTES > K_BYTES ? Q_BYTES : K_BYTES;
-extern "C" __device__ int smem_bytes = HEADS_BYTES > TABLE_BYTES ? HEADS_BYTES : TABLE_BYTES;
+constexpr int Q_BYTES = heads_bytes<STEP_Q, CutQ>(), K_BYTES = heads_bytes<STEP_K, CutK>();
+extern "C" __device__ int smem_bytes = Q_BYTES > K_BYTES ? Q_BYTES : K_BYTES;
 
 // Blocks hold whole groups.
 template <typename Cut>
@@ -77,14 +76,12 @@ __device__ __forceinline__ void quantize_heads(const QuantizeParams& p, uint32_t
     return;
   }
 
-  Heads rows;
-  rows.load(p, at);
+  Heads rows(p, at);
 #pragma unroll 1
   for (int g = thread_id(); g < Cut::GROUPS; g += NUM_THREADS) absmax[g] = 0;
   rows.share(shared, p, at);
-  __syncthreads();  // means, weights and zeros are there before a row is made and adds its maximum
-  rows.begin(shared, p, at);
-  rows.raise(absmax);
+  __syncthreads();  // means and zeros are there before a row is made and adds its maximum
+  rows.begin(shared, p, at, absmax);
   __syncthreads();  // every row of a group has added its maximum before the scale is made of it
   const Place here = again(p, block, Heads::ROWS, Cut::HEADS);
 #pragma unroll 1
@@ -96,6 +93,13 @@ __device__ __forceinline__ void quantize_heads(const QuantizeParams& p, uint32_t
   }
   __syncthreads();  // the inverses are there before a row is coded with them
   rows.store(shared, p, here, coding);
+}
+
+// The same where a warp finds the scales of its rows alone.
+template <typename Cut>
+__device__ __forceinline__ void quantize_own(const QuantizeParams& p, uint32_t block) {
+  const Place at(p, block, OwnRows<Cut>::ROWS, false, Cut::HEADS);
+  OwnRows<Cut>::quantize(p, at);
 }
 
 // Scales are given, or follow from maxima of groups or from the extrema of whole heads.
@@ -291,9 +295,10 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
   }
   __syncthreads();  // the inverses are there before a value is coded with them
 
+  const uint32_t first_word = uint32_t(thread_id_anew()) / VALUE_LANES;  // kept, word0 would spill
 #pragma unroll
   for (int pass = 0; pass < WORD_PASSES; ++pass) {
-    const uint32_t word = word0 + pass * WORDS_PER_PASS;
+    const uint32_t word = first_word + pass * WORDS_PER_PASS;
     if (!in_row || word >= WORDS) continue;
     uint32_t present = 0;  // past the last key are zeros
 #pragma unroll
@@ -313,7 +318,8 @@ __device__ __forceinline__ void quantize_values(const QuantizeParams& p, uint32_
   const uint32_t word = threadIdx.x % (WORDS / WORDS_OUT) * WORDS_OUT,
                  col1 = threadIdx.x / (WORDS / WORDS_OUT);
   int8_t* codes =  // [HEAD_DIM, padded], from this lane's words of column col1 and key row0 on
-      at.value_codes(p) + int64_t(col0 + col1) * p.padded + word * 4;
+      again(p, block / COL_PARTS, VALUES_PAD).value_codes(p) + int64_t(col0 + col1) * p.padded +
+      word * 4;
 #pragma unroll
   for (uint32_t col = 0; col < BLOCK_COLS; col += COLS_OUT, codes += COLS_OUT * int64_t(p.padded))
     if (WHOLE_COLS || col1 + col < cols)
@@ -326,10 +332,13 @@ struct Encode {
   template <typename Own>
   __device__ __forceinline__ void operator()(Own, const QuantizeParams& p, uint32_t block) const {
     if constexpr (Own::STEP == Step::ROWS) {
-      if constexpr (Own::Cut::HEADS > 1)
-        quantize_heads<typename Own::Cut>(p, block);
+      using Cut = typename Own::Cut;
+      if constexpr (!BY_UNITS<Cut>)
+        quantize_rows<Cut>(p, block);
+      else if constexpr (OwnRows<Cut>::FIT)
+        quantize_own<Cut>(p, block);
       else
-        quantize_rows<typename Own::Cut>(p, block);
+        quantize_heads<Cut>(p, block);
     }
     if constexpr (Own::STEP == Step::CODES) encode_rows<typename Own::Cut>(p, block);
     if constexpr (Own::STEP == Step::VALUES) quantize_values(p, block);
@@ -343,13 +352,20 @@ __host__ __device__ constexpr bool holds_more() {
   return false;
 }
 constexpr int THREADS_AT_ONCE =
-    PREPARED || holds_more<STEP_Q, CutQ>() || holds_more<STEP_K, CutK>() ? 512 : 768;
+    HEADS_TOGETHER ? (THREE_BLOCKS ? 768 : 512)
+    : PREPARED || holds_more<STEP_Q, CutQ>() || holds_more<STEP_K, CutK>() ? 512
+                                                                           : 768;
 
 extern "C" __global__ __launch_bounds__(NUM_THREADS, THREADS_AT_ONCE / NUM_THREADS) void quantize(
     const __grid_constant__ QuantizeParams q, const __grid_constant__ QuantizeParams k,
     const __grid_constant__ QuantizeParams v, const __grid_constant__ TurnParams turn) {
-  if constexpr (SUMS_FIRST)
+  if constexpr (SUMS_FIRST) {
     in_turn(q, k, v, turn, Encode());
-  else
+  } else {
+    if constexpr (HEADS_TOGETHER) {
+      share_weights(q, k);
+      __syncthreads();  // the weights are there before a row is multiplied by them
+    }
     on_its_operand(q, k, v, Encode());
+  }
 }

@@ -314,6 +314,7 @@ using elem_t = DType<CFG_DTYPE>::type;                         // the caller's Q
 using elem16_t = DType<CFG_DTYPE == 2 ? 0 : CFG_DTYPE>::type;  // 16-bit operand: float takes half
 constexpr float ELEM16_STEP = CFG_DTYPE == 1 ? 0x1p-7f : 0x1p-10f;  // from 1 to the next of them
 constexpr bool ELEM_IS_16_BIT = CFG_DTYPE != 2;
+constexpr bool ELEM_IS_HALF = CFG_DTYPE == 0;         // whose squares are exact in float32
 using bias_t = DType<BIAS ? CFG_BIAS - 1 : 0>::type;  // CFG_BIAS 1 to 3: half, bfloat16, float
 using gate_t = DType<GATE ? CFG_GATE - 1 : 0>::type;  // CFG_GATE 1 to 3, as CFG_BIAS
 using weight_t = DType<WEIGHTED ? CFG_WEIGHT - 1 : 0>::type;           // CFG_WEIGHT 1 to 3, too

@@ -163,17 +163,18 @@ BROKEN = [
     (
         "prepare/quantize.cu",
         {"STEP_Q": STEPS.index("rows"), "HEADS_Q": 2, "HEADS_K": 1},
-        "heads share a block if they are normalised each and turned by column, in 16 bits",
+        "heads share a block if each is normalised and turned by column",
     ),
+    ("prepare/quantize.cu", HEADS_TOGETHER | {"HEAD_DIM": 32}, "64, 128 or 256, in 16 bits"),
     (
         "prepare/quantize.cu",
         HEADS_TOGETHER | {"BLOCK_Q": 96, "GROUP_Q": 96},
-        "a block of several heads must hold whole groups of each",
+        "a block of several heads must hold an even number of them, and whole groups of each",
     ),
     (
         "prepare/quantize.cu",
-        HEADS_TOGETHER | {"BLOCK_Q": 640},
-        "more rows are held than the last head has",
+        HEADS_TOGETHER | {"BLOCK_Q": 96, "HEADS_Q": 3},
+        "a block of several heads must hold an even number of them",
     ),
     ("prepare/rope.cu", {"ROPE": 0}, "rope turns pairs of columns: HEAD_DIM must be even"),
     (

@@ -1,4 +1,4 @@
-"""The kernels of ``quantize_rows.cuh``, ``quantize_heads.cuh``, ``..._tables``, sums, turns."""
+"""The kernels of ``quantize_rows.cuh``, ``quantize_heads.cuh``, sums and turns."""
 
 from __future__ import annotations
 
@@ -89,16 +89,6 @@ def heads_expected(rope: str, /, cos: Any, sin: Any, weight: Any, X: Any, **_: A
     y = how.in_float32(X[None], X[None, :, :0])[0][0]
     groups = [np.abs(y[:, i : i + 8]).max(axis=(1, 2)) for i in (0, 8, 16)]
     return {"codes": np.rint(8 * y), "group_reach": np.stack(groups, axis=1).view(np.uint32)}
-
-
-def tables_arguments(rope: str) -> Arguments:
-    x = rng().normal(size=(16, 64)).astype(np.float32)
-    return {**tables(16, 64, rope), "X": x, "Y": np.zeros_like(x)}
-
-
-def tables_expected(rope: str, /, cos: Any, sin: Any, X: Any, **_: Any) -> Results:
-    y, _ = turning(cos[::-1], sin[::-1], rope, 0).turned(X[None, None], X[None, None, :0])
-    return {"Y": y[0, 0]}
 
 
 def slices_arguments() -> Arguments:
@@ -205,16 +195,6 @@ QUANTIZE_PRIMS = [
                     ),
                 ),
                 ("CFG_HEADS_Q", 1), ("CFG_HEADS_K", 2), *COLS,
-            ),
-        )
-        for rope in ("interleaved_by_column", "half_split_by_column")
-    ),
-    *(
-        Prim(
-            f"quantize_tables-{rope}", "quantize_tables", "rotate", 32,
-            partial(tables_arguments, rope), partial(tables_expected, rope),
-            defines=defines(
-                Tiles(1, 1, 1), Features("float16", 64, vec=8, group_q=1, group_kv=1, rope=rope)
             ),
         )
         for rope in ("interleaved_by_column", "half_split_by_column")

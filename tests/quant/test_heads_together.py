@@ -73,10 +73,12 @@ def heads_of(launch: Launch) -> tuple[int, int]:
         ({"head_dim": 64, "groups": (2, 128)}, (4, 2)),
         ({"head_dim": 256, "groups": (2, 96)}, (4, 1)),  # 16 warps would hold 64 KB
         ({"head_dim": 96}, (1, 1)),
+        ({"head_dim": 32}, (1, 1)),  # two lanes to a row do not hold four sums of squares
         ({"dtype": "float32"}, (1, 1)),
         ({"how": {"rope": "interleaved"}}, (1, 1)),
         ({"how": {"rope": "half_split_by_column"}}, (4, 2)),
         ({"how": {"vectors": 2}}, (1, 1)),
+        ({"groups": (128, 16)}, (1, 4)),
         ({"how": {"by_token": True}}, (1, 1)),
         ({"how": {"rotate": True}}, (1, 1)),
         ({"static": True}, (1, 1)),
@@ -91,14 +93,29 @@ def test_heads_share_a_block_where_they_read_the_same_tables(
     assert heads_of(last_launch(**asked)) == together
 
 
+@pytest.mark.parametrize("vectors", [(1, 24), (24, 1)])
+def test_heads_have_blocks_of_their_own_if_an_operand_has_weights_by_head(
+    vectors: tuple[int, int],
+) -> None:
+    """Blocks read weights before they know whose rows they take."""
+    parts = {
+        name: Part(
+            Operand.contiguous((1, 24, 500, 128), 2), 2, smooth=name == "k",
+            prepares=Prepares(name, **(HOW | {"vectors": n})),
+        )
+        for name, n in zip("qk", vectors, strict=True)
+    }  # fmt: skip
+    assert heads_of(plan_quantize("float16", **parts).launches[-1]) == (1, 1)
+
+
 def test_a_grid_has_a_block_for_the_rows_of_its_heads() -> None:
-    """Of 500 rows: 16 blocks for 4 heads of Q, and 7 for 2 heads of K."""
+    """Of 500 rows: 8 blocks for 4 heads of Q, and 7 for 2 heads of K."""
     launch = last_launch(groups=(2, 80))
     (_, q), (_, k), _, (_, turn) = launch.params
     assert turn["rounds"] == 6
-    assert (q["blocks"], k["blocks"]) == (16, 2 * 7)
+    assert (q["blocks"], k["blocks"]) == (8, 2 * 7)
     assert k["first_blocks"] % 4 == 0  # sums of the same four heads
-    assert launch.grid == (6 + turn["lag"]) * (16 + 14 + k["first_blocks"])
+    assert launch.grid == (6 + turn["lag"]) * (8 + 14 + k["first_blocks"])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +140,7 @@ def test_nothing_is_spilled(dtype: str, head_dim: int, groups: tuple[int, int], 
     ],
 )
 def test_a_multiprocessor_has_shared_memory_for_two_blocks(arch: str, kib: int) -> None:
-    """With tables of sums in it, if it has more than 100 KiB. Each block takes 1 KiB more."""
+    """If it has 100 KiB, more rows stay in registers. Each block takes 1 KiB more."""
     launch = last_launch()
     binary = kc.build(launch.module, arch)
     dynamic = binary.smem_bytes
@@ -194,6 +211,7 @@ SLOW_CASES: tuple[Case, ...] = (
     ((4, 2), (300, 300), 64, "float16", QUANT["balanced"], "sm_90a"),
     ((4, 4), (40, 140), 128, "float16", QUANT["aggressive"], "sm_90a"),
     ((4, 4), (40, 140), 128, "float16", QuantConfig(smooth_k=False), None),
+    ((4, 2), (37, 90), 128, "float16", QUANT["balanced"], "sm_86"),
 )
 
 
@@ -267,37 +285,38 @@ def test_packed_sequences_have_rows_and_means_of_their_own() -> None:
             assert bits(getattr(one, name)) == bits(getattr(alone, name)), name
 
 
-HEADS, TABLES, SUMS = (f"prims/codes/quantize_{x}.cuh" for x in ("heads", "tables", "sums"))
+HEADS, SUMS = (f"prims/codes/quantize_{x}.cuh" for x in ("heads", "sums"))
 
 
 @pytest.mark.parametrize(
     ("source", "line", "instead", "seen"),
     [
-        (HEADS, "shared.mean[head_of(pass)]", "shared.mean[0]", AssertionError),
+        (HEADS, "shared.mean[head_of(unit, nth)]", "shared.mean[0]", AssertionError),
         (
-            "prepare/quantize.cu", "__syncthreads();  // means, weights and zeros are", "// are",
+            "prepare/quantize.cu", "__syncthreads();  // means and zeros are there", "// there",
             KernelFault,
         ),
         *slow_rows([
-            (HEADS, "X + head_of(pass) * p.X_stride.head +", "X +", AssertionError),
-            (HEADS, "head_of(pass) * GROUPS + uint32_t", "uint32_t", AssertionError),
-            (HEADS, "shared.held[pass % HEAD_PASSES][i][thread_id()] =",
-             "shared.held[0][i][thread_id()] =", (AssertionError, KernelFault)),
-            (HEADS, "rowwise.how, known",
-             "rowwise.how, min(row_in_head(0), at.rows - 1)", AssertionError),
-            (HEADS, "* (WARP_SIZE / LANES) < at.rows;", "* (WARP_SIZE / LANES) < at.rows - 9;",
+            (HEADS, "X + head_of(unit, i) * p.X_stride.head", "X", AssertionError),
+            (HEADS, "head_of(unit, i) * GROUPS + uint32_t", "uint32_t", AssertionError),
+            (HEADS, "held[i * NUM_THREADS] =", "held[0] =", (AssertionError, KernelFault)),
+            (HEADS, "TableRow::offset(min(row_of(unit), rows - 1))",
+             "TableRow::offset(min(row_of(0), rows - 1))", AssertionError),
+            (HEADS, "ceil_div(own, STEP)", "ceil_div(own - 9, STEP)",
              (AssertionError, KernelFault)),
-            (HEADS, "shared.weight[second]", "shared.weight[0]", AssertionError),
-            (HEADS, "row_in_head(pass) < at.rows", "row_in_head(pass) < ROWS",
+            (HEADS, "weights_of(Cut::MEAN)[NORM_BY_PART && at >= how.split]",
+             "weights_of(Cut::MEAN)[0]", AssertionError),
+            (HEADS, "if (row_of(unit) < rows)", "if (row_of(unit) < ROWS)",
              (AssertionError, KernelFault)),
             ("prepare/quantize.cu", "here.of_head(g / Heads::GROUPS)", "here.of_head(0)",
              (AssertionError, KernelFault)),
             ("prims/codes/quantize_rows.cuh", "block / slices * heads_of_block",
              "block / slices", (AssertionError, KernelFault)),
-            (TABLES, "cp_async_wait_group<0>();", "", KernelFault),
-            (TABLES, "__syncwarp();  // the copies of all lanes", "// the", KernelFault),
-            (SUMS, "__syncwarp();  // all lanes have read the tables", "// all", KernelFault),
-            (SUMS, "row_at(first + row)", "row_at(row0 + row)", AssertionError),
+            ("prims/schedule/quantize_turns.cuh", "__syncthreads();  // the number and the weights",
+             "// the number", KernelFault),
+            (SUMS, "p.position + row[i]", "p.position + row[0]", AssertionError),
+            (SUMS, "weight[NORM_BY_PART && row[i] >= int(p.weight_step)]", "weight[0]",
+             AssertionError),
         ]),
     ],
     ids=lambda x: None,

@@ -31,6 +31,9 @@ struct Cut {
   static_assert(
       ROWS % GROUP == 0 || GROUP % ROWS == 0,
       "a block must hold whole groups of GROUP_Q or GROUP_KV rows, or divide a group");
+  static_assert(
+      HEADS == 1 || (HEADS % 2 == 0 && ROWS % (HEADS * GROUP) == 0),
+      "a block of several heads must hold an even number of them, and whole groups of each");
 };
 using CutQ = Cut<BLOCK_Q, GROUP_Q, HEADS_Q, false>;
 using CutK = Cut<BLOCK_KV, GROUP_KV, HEADS_K, true>;
@@ -296,34 +299,25 @@ struct Rowwise<true> {
           const float other = factor[first + i];  // NOTE: as a branch it puts factors on the stack
           own = lane_in_row() == i ? other : own;
         }
-        own = norm_factor(__fdiv_rn(own, float(HEAD_DIM)), how.eps);
+        own = norm_factor(of_head_dim(own), how.eps);
 #pragma unroll
         for (int i = 0; i < LANES && first + i < ROWS; ++i)
           factor[first + i] = __shfl_sync(FULL_WARP, own, i, LANES);
       }
     }
   }
-  // FACTORS_FIRST: `turn` rotates the row.
-  template <typename Loaded, typename Turn>
-  __device__ __forceinline__ PreparedRow
-  row(const Loaded (&x)[LANE_ACCESSES], int row, float factor, Turn turn) const {
-    PreparedRow found;
-    convert(found, x);
-    found.normalise(how.of_row(row), factor);
-    turn(found);
-    return found;
-  }
   template <typename Loaded>
   __device__ __forceinline__ PreparedRow
   row(const Loaded (&x)[LANE_ACCESSES], int row, float factor) const {
-    if constexpr (FACTORS_FIRST)
-      return this->row(x, row, factor, [&](PreparedRow& found) {
-        __syncwarp();  // no hazard: tables are not read before, when weights take registers
-        found.follow_norm(how, row);
-      });
     PreparedRow found;
     convert(found, x);
-    found.prepare(how, row);
+    if constexpr (FACTORS_FIRST) {
+      found.normalise(how.of_row(row), factor);
+      __syncwarp();  // no hazard: tables are not read before, when weights take registers
+      found.follow_norm(how, row);
+    } else {
+      found.prepare(how, row);
+    }
     return found;
   }
   __device__ __forceinline__ Words<Number, VEC> words(const PreparedRow& row, int a) const {

@@ -85,6 +85,12 @@ __device__ __forceinline__ float norm_factor(float mean_square, float eps) {
   return mean_square < -NEG_INF ? __frcp_rn(__fsqrt_rn(mean)) : NOT_A_NUMBER;
 }
 
+// R0: a sum over HEAD_DIM numbers to their mean. By a power of two, product and quotient are equal.
+__device__ __forceinline__ float of_head_dim(float sum) {
+  if constexpr ((HEAD_DIM & (HEAD_DIM - 1)) == 0) return __fmul_rn(sum, 1.0f / HEAD_DIM);
+  return __fdiv_rn(sum, float(HEAD_DIM));
+}
+
 // Lanes that share a row, each of which takes accesses to either member of its pairs.
 constexpr int PAIR_LANES = power_of_two_from(ROPE_ACCESSES < WARP_SIZE ? ROPE_ACCESSES : WARP_SIZE);
 constexpr int LANE_PAIRS = ceil_div(ANGLES == 0 ? 1 : ROPE_ACCESSES, PAIR_LANES);
@@ -244,18 +250,18 @@ struct PreparedRow {
   }
   template <typename Term>
   static __device__ __forceinline__ float mean(Term term) {
-    return __fdiv_rn(sum(term), float(HEAD_DIM));
+    return of_head_dim(sum(term));
   }
   __device__ __forceinline__ float square(int i, int j) {
     const float a = of[i].first(j), b = of[i].second(j);
+    // NOTE: squares of float16 are exact in float32, so an FMA rounds once, as the addition does.
+    if constexpr (ELEM_IS_HALF) return __fmaf_rn(a, a, __fmul_rn(b, b));
     return __fadd_rn(__fmul_rn(a, a), __fmul_rn(b, b));
   }
   __device__ __forceinline__ float square_sum() {
     return sum([&](int i, int j) { return square(i, j); });
   }
-  __device__ __forceinline__ float mean_square() {
-    return __fdiv_rn(square_sum(), float(HEAD_DIM));
-  }
+  __device__ __forceinline__ float mean_square() { return of_head_dim(square_sum()); }
 
   __device__ __forceinline__ void normalise(const Preparation& how, float factor) {
     constexpr int WIDTH = ROPE_PAIRS < 4 ? ROPE_PAIRS : 4;  // floats per access

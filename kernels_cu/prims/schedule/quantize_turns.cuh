@@ -14,28 +14,22 @@ struct TurnParams {
   int32_t lag;     // rounds from the sums of a head to its codes
 };
 
-// Does a piece of work if it belongs to this operand: sums a slice, or calls run(task, parameters,
-// block within the operand) for codes. Otherwise `work` becomes its number among the other
-// operands' pieces.
+// Does a piece of work of this operand: sums a slice, or calls run(task, parameters,
+// block within the operand) for codes.
 template <typename Own, typename Run>
-__device__ __forceinline__ bool works_on(
-    const QuantizeParams& p, const TurnParams& turn, int round, int& work, Run run) {
+__device__ __forceinline__ void works_on(
+    const QuantizeParams& p, const TurnParams& turn, int round, int work, Run run) {
   constexpr bool WAITS = Own::FIRST != Step::NONE;
   if constexpr (WAITS) {
     if (work < p.first_blocks) {
       if (round < turn.rounds)
         sum_slice<Own::FIRST == Step::EXTREMA, Own::PREPARED>(p, round * p.first_blocks + work);
-      return true;
+      return;
     }
     work -= p.first_blocks;
   }
-  if (work < p.blocks) {
-    const int head = WAITS ? round - turn.lag : round;
-    if (0 <= head && head < turn.rounds) run(Own(), p, head * p.blocks + work);
-    return true;
-  }
-  work -= p.blocks;
-  return false;
+  const int head = WAITS ? round - turn.lag : round;
+  if (0 <= head && head < turn.rounds) run(Own(), p, head * p.blocks + work);
 }
 
 template <typename Run>
@@ -46,13 +40,20 @@ __device__ __forceinline__ void in_turn(
   using K = Task<FIRST_K, STEP_K, CutK, PREPARED>;
   using Q = Task<FIRST_Q, STEP_Q, CutQ, PREPARED>;
   __shared__ uint32_t taken;
-  if (thread_id() == 0) taken = atomicAdd(turn.next, 1);
+  uint32_t ticket;
+  if (thread_id() == 0) ticket = atomicAdd(turn.next, 1);
+  if constexpr (HEADS_TOGETHER) share_weights(q, k);  // while the number is on its way
+  if (thread_id() == 0) taken = ticket;
   const uint32_t of_round =
       v.first_blocks + v.blocks + k.first_blocks + k.blocks + q.first_blocks + q.blocks;
-  __syncthreads();  // the number is there
+  __syncthreads();  // the number and the weights are there before a thread reads them
   const int round = taken / of_round;
-  int work = taken % of_round;
-  if (works_on<V>(v, turn, round, work, run)) return;
-  if (works_on<K>(k, turn, round, work, run)) return;
-  works_on<Q>(q, turn, round, work, run);
+  const int work = taken % of_round;
+  const int of_v = v.first_blocks + v.blocks, of_k = k.first_blocks + k.blocks;
+  if (work >= of_v + of_k)
+    works_on<Q>(q, turn, round, work - of_v - of_k, run);
+  else if (work >= of_v)
+    works_on<K>(k, turn, round, work - of_v, run);
+  else
+    works_on<V>(v, turn, round, work, run);
 }

@@ -13,7 +13,7 @@ extern "C" __global__ void quantize_heads(
   QuantizeParams p = given;
   p.cos = cos, p.sin = sin, p.weight = weight, p.X = X, p.codes = codes;
   using Heads = HeadRows<CutK>;
-  static_assert(Heads::Shared::HELD == 2, "of six rows of a lane");
+  static_assert(Heads::UNITS == 3 && Heads::HELD == 2, "of two rows of a lane each");
   const Place at(p, 0, Heads::ROWS, false, CutK::HEADS);
   __shared__ uint32_t of_groups[CutK::GROUPS];
   __shared__ Coding coding[CutK::GROUPS];
@@ -23,13 +23,12 @@ extern "C" __global__ void quantize_heads(
     coding[thread_id()] = {};
     coding[thread_id()].inverse = 8.0f;
   }
-  Heads rows;
-  rows.load(p, at);
+  share_weights(p, p);
+  Heads rows(p, at);
   rows.share(shared, p, at);
-  __syncthreads();  // weights, means and zeros are there
-  rows.begin(shared, p, at);
-  rows.raise(of_groups);
+  __syncthreads();  // weights, means and zeros are there before a row is made
+  rows.begin(shared, p, at, of_groups);
+  __syncthreads();  // every row has raised its group before the reach leaves
   rows.store(shared, p, at, coding);
-  __syncthreads();  // the reach of the groups is there before it leaves
   if (thread_id() < CutK::GROUPS) group_reach[thread_id()] = of_groups[thread_id()];
 }
