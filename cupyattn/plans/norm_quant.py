@@ -24,21 +24,25 @@ from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
 from cupyattn.quant.rotation import group_of
 from cupyattn.quant.row_steps import NORMS, RowSteps
 
-#: Threads of a block with short rows, the same if they are rotated, and the most rows of a team,
-#: one after the other. The vectors over the channels are prepared once for all rows of a block.
-_THREADS, _THREADS_ROTATED, _STEPS = 128, 64, 32
+#: Threads of a block with short rows, and the same if they are rotated.
+_THREADS, _THREADS_ROTATED = 128, 64
+#: Most rows of a team, one after the other, with several blocks of a multiprocessor and with one.
+#: Factors are made once for all rows of a block, and nothing else runs beside a single one.
+_STEPS, _STEPS_ALONE = 16, 32
 #: Warps of a multiprocessor: registers for more are not needed.
 _WARPS = 24
-#: Channels of a lane beyond which the next row waits in shared memory: many cost registers of the
-#: next row, and beyond the second number there are too few.
+#: Channels of a lane beyond which the next row may wait in shared memory, and beyond which no
+#: thread has registers for it.
 _MANY, _MOST_AHEAD = 32, 96
-#: Registers of a thread beside the numbers of its row and of the next: with up to `_MANY` of a row,
-#: with more, and with more of a rotated row.
+#: Registers of a thread beside the numbers of its row and of the next, with up to `_MANY` of a row.
+#: Behind it: with more of a row, and with more of a rotated row.
 _OTHER_REGISTERS, _BESIDE_MANY, _BESIDE_ROTATED = 26, 48, 56
-#: Blocks of a multiprocessor, the best first, if the next row of a team waits in shared memory, and
-#: what each row costs more if there are few at a time. Behind them: the fewest bytes of a copy that
-#: does not hold up a thread.
-_BLOCKS_BESIDE, _FEWER, _LEAST_COPY = (2, 3, 4, 1), 0.2, 4
+#: Blocks of a multiprocessor, the best first, if the next row of a team waits in shared memory.
+#: Behind them: the fewest bytes of a copy that does not hold up a thread.
+_BLOCKS_BESIDE, _LEAST_COPY = (2, 3, 4, 1), 4
+#: Share by which a row takes longer if a multiprocessor has half as many at a time, and the same of
+#: a rotated row.
+_FEWER, _FEWER_ROTATED = 0.2, 0.5
 #: Fewest rows for which their factors are kept. Fewer rows read theirs from memory.
 _LEAST_KEPT = 4
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
@@ -281,7 +285,7 @@ class _Rows(NamedTuple):
         """Return the rows of a team with which all blocks are resident, or few sets of blocks."""
         turns = -(-self.together // form.teams)
         each = -(-self.grid(form, 1) // (HOPPER_BLOCKS * form.resident))
-        most = -(-each // -(-each // _STEPS))
+        most = -(-each // -(-each // (_STEPS if form.resident > 1 else _STEPS_ALONE)))
         return -(-turns // -(-turns // most))
 
     def busiest(self, form: _Blocks) -> int:
@@ -313,9 +317,9 @@ def _blocks(of: _Rows, steps: int | None) -> _Blocks:
 def _blocks_beside(of: _Rows) -> _Blocks:
     """Return the blocks whose next rows wait in shared memory.
 
-    The busiest multiprocessor decides, by its rows in turn, and by how many it has at a time. A
-    block has room on every device from compute capability 8.0 on, though fewer blocks may be
-    resident.
+    Time is that of the multiprocessor with most rows, and each takes longer if it has few at a
+    time. A block has room on every device from compute capability 8.0 on, though fewer blocks may
+    be resident.
     """
     least = max(1, 32 // of.team.lanes)  # teams: whole warps
     found = [_Blocks(1, least, next_in_shared=True)]
@@ -327,7 +331,8 @@ def _blocks_beside(of: _Rows) -> _Blocks:
             if of.block_bytes(teams, next_in_shared=True) <= room
         ]  # fmt: skip
     most = max(one.rows for one in found)
-    return min(found, key=lambda one: of.busiest(one) * (1 + _FEWER * (most / one.rows - 1)))
+    longer = _FEWER_ROTATED if of.rotated else _FEWER
+    return min(found, key=lambda one: of.busiest(one) * (1 + longer * (most / one.rows - 1)))
 
 
 def _by_eight(vector: Operand | None) -> bool:

@@ -60,7 +60,7 @@ static_assert(
     "BLOCK_N must be a multiple of 8 channels for every lane of a row, and hold the row");
 static_assert(
     ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0), "ROTATE must divide CHANNELS");
-constexpr int MOST_AHEAD = ROTATE == 0 ? 48 : 96;  // channels of a lane beside the next row's
+constexpr int MOST_AHEAD = ROTATE == 0 ? 32 : 96;  // channels of a lane beside the next row's
 static_assert(
     CHUNKS * RUN <= (NEXT_IN_SHARED ? 160 : MOST_AHEAD),
     "BLOCK_N must be at most 32 channels for every lane of a row, 96 of a rotated row, or 160 if "
@@ -272,13 +272,14 @@ struct Factors {
 
 // Factors of all runs of a lane, in shared memory for all teams of the block, or in registers.
 struct Affine {
+  static constexpr int TOGETHER = 5;  // runs that a thread reads together: more would spill
   Factors of[AFFINE_IN_SHARED || EACH_ROW ? 1 : CHUNKS];
 
   __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int group) {
     if constexpr (EACH_ROW) return;
     const int thread = thread_id_anew();  // these registers are free before the first row
     if constexpr (BLOCK_M > 1) {
-#pragma unroll
+#pragma unroll TOGETHER
       for (int first = 0; first < CHUNKS; first += BLOCK_M) {
         const int a = first + thread / LANES;
         if (first + BLOCK_M <= CHUNKS || a < CHUNKS) keep(p, smem, group, a, thread);
@@ -286,7 +287,7 @@ struct Affine {
       __syncthreads();  // the factors of all runs are visible
     } else {
       // A thread reads its own numbers alone, hence no barrier.
-#pragma unroll
+#pragma unroll TOGETHER
       for (int a = 0; a < CHUNKS; ++a) keep(p, smem, group, a, thread);
     }
   }
