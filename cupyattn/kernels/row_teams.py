@@ -10,8 +10,11 @@ import numpy as np
 RUN = 8
 #: Runs of a lane at most, in teams of fewer than `_LARGE` lanes and of more.
 _RUNS, _RUNS_OF_LARGE, _LARGE = 3, 4, 512
+#: The same in teams of normalised rows, and their most channels. With many runs sums and addresses
+#: cost few instructions for each channel.
+_RUNS_NORMED, _CHANNELS_NORMED = 8, 8192
 #: Runs of a group that a lane of a rotated row has, groups of a lane at most, and lanes of a warp.
-TURNED, _SETS, WARP = 4, 3, 32
+TURNED, _SETS, WARP = 4, 5, 32
 #: The widest row that a team holds in registers.
 MOST_CHANNELS = 1024 * _RUNS_OF_LARGE * RUN
 
@@ -42,13 +45,13 @@ def team_of(channels: int, group: int = 0, *, normed: bool = True) -> Team:
     group : int
         Channels of a group that is rotated; 0: none is. All lanes of a group are in one warp.
     normed : bool
-        Whether the row is normalised. A rotated row then has one warp, if that can hold it: its
-        sums need no barrier.
+        Whether the row is normalised. Few lanes with many runs then share it. A rotated row has
+        one warp, if that can hold it: its sums need no barrier.
 
     Examples
     --------
     >>> [team_of(channels).lanes for channels in (64, 1536, 3072, 5120, 13_824, 32_768)]
-    [32, 64, 128, 256, 512, 1024]
+    [32, 32, 32, 32, 512, 1024]
     >>> [team_of(channels, 256) for channels in (1536, 3072, 5120)]
     [Team(lanes=16, runs=12), Team(lanes=32, runs=12), Team(lanes=160, runs=4)]
     >>> team_of(3072, 256, normed=False)
@@ -67,7 +70,8 @@ def team_of(channels: int, group: int = 0, *, normed: bool = True) -> Team:
             return min(teams, key=lambda one: (one.held, one.runs))
         return Team(-(-groups * across // WARP) * WARP, TURNED)
     runs, lanes = -(-channels // RUN), WARP
-    while lanes * (_RUNS if lanes < _LARGE else _RUNS_OF_LARGE) < runs:
+    most = _RUNS_NORMED if normed and channels <= _CHANNELS_NORMED else _RUNS
+    while lanes * (most if lanes < _LARGE else _RUNS_OF_LARGE) < runs:
         lanes *= 2
     return Team(lanes, -(-runs // lanes))
 

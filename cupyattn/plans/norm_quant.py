@@ -24,17 +24,25 @@ from cupyattn.quant.activation import ACTIVATIONS, GATE_LAST, GLU, columns_of
 from cupyattn.quant.rotation import group_of
 from cupyattn.quant.row_steps import NORMS, RowSteps
 
-#: Threads of a block with short rows, the same if they are rotated, and the most rows of a team,
-#: one after the other. The vectors over the channels are prepared once for all rows of a team.
-_THREADS, _THREADS_ROTATED, _STEPS = 128, 64, 16
+#: Threads of a block with short rows, and the same if they are rotated.
+_THREADS, _THREADS_ROTATED = 128, 64
+#: Most rows of a team, one after the other, with several blocks of a multiprocessor and with one.
+#: Factors are made once for all rows of a block, and nothing else runs beside a single one.
+_STEPS, _STEPS_ALONE = 16, 32
 #: Warps of a multiprocessor: registers for more are not needed.
 _WARPS = 24
-#: Registers of a thread beside the numbers of its row and of the next: with 32 of a row, and with
-#: more. The pass would wait for numbers of the next row that have no register.
-_OTHER_REGISTERS = 26, 56
+#: Channels of a lane beyond which the next row may wait in shared memory, and beyond which no
+#: thread has registers for it.
+_MANY, _MOST_AHEAD = 32, 96
+#: Registers of a thread beside the numbers of its row and of the next, with up to `_MANY` of a row.
+#: Behind it: with more of a row, and with more of a rotated row.
+_OTHER_REGISTERS, _BESIDE_MANY, _BESIDE_ROTATED = 26, 48, 56
 #: Blocks of a multiprocessor, the best first, if the next row of a team waits in shared memory.
-#: Behind them: the fewest bytes of a copy to it.
-_BLOCKS_BESIDE, _LEAST_COPY = (2, 3, 4), 4
+#: Behind them: the fewest bytes of a copy that does not hold up a thread.
+_BLOCKS_BESIDE, _LEAST_COPY = (2, 3, 4, 1), 4
+#: Share by which a row takes longer if a multiprocessor has half as many at a time, and the same of
+#: a rotated row.
+_FEWER, _FEWER_ROTATED = 0.2, 0.5
 #: Fewest rows for which their factors are kept. Fewer rows read theirs from memory.
 _LEAST_KEPT = 4
 #: Bytes of shared memory of a Hopper multiprocessor, and what a block takes beside its arrays.
@@ -179,22 +187,20 @@ def plan_norm_quant(
             "channels: split the rows, or use backend='mirror'"
         )
     groups = max([1, *(one.shape[0] for one in vectors[2:] if one is not None)])
-    team = team_of(channels, rotate, normed=how.norm is not None)
-    teams = max(1, _THREADS // team.lanes)
-    form = _Blocks(max(1, _WARPS // (teams * team.lanes // 32)), teams, "team")
-    if rotate:
-        form = _rotated_blocks(
-            team, features.vec * x.itemsize, rows, groups if any(types) else 0, steps,
-            itemsize=x.itemsize * (x.shape[-1] // channels),
-        )  # fmt: skip
+    group_rows = rows // groups
+    factors = "" if not any(types) else "row" if group_rows < _LEAST_KEPT else "block"
+    rows_of = _Rows(
+        team_of(channels, rotate, normed=how.norm is not None), bool(rotate), rows,
+        rows if factors == "row" else group_rows, factors,
+        x.itemsize * (x.shape[-1] // channels), features.vec * x.itemsize,
+    )  # fmt: skip
+    form, team = _blocks(rows_of, steps), rows_of.team
     tiles = GemmTiles(form.teams, team.held, form.teams * team.lanes // 32, num_stages=1)
-    blocks = -(-rows // form.teams)
     if steps is None:
-        each = -(-blocks // (HOPPER_BLOCKS * form.resident))  # with all blocks at a time
-        steps = -(-each // -(-each // _STEPS))
+        steps = rows_of.steps(form)
     own = {
         "CFG_BLOCKS_PER_SM": form.resident,
-        "CFG_FACTORS": ("team", "block", "row").index(form.factors),
+        "CFG_FACTORS_OF_ROW": int(factors == "row"),
         "CFG_NEXT_IN_SHARED": int(form.next_in_shared),
     }
     spec = ModuleSpec.of("linear/norm_quant.cu", tiles.defines(), features.defines(), own)
@@ -209,21 +215,16 @@ def plan_norm_quant(
     if below is not None:
         struct, params = JOINT_NORM_QUANT_PARAMS, params | joint_rows(x, below, "below")
     structs = ((struct, params),)
-    grid = -(-blocks // steps)
+    grid = rows_of.grid(form, steps)
     launch = Launch(spec, "norm_quant", grid, tiles.num_threads, True, structs)
     return NormQuantPlan(features=features, launches=(launch,), steps=steps)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of a multiprocessor, and teams of a block.
-
-    `factors` are of a team, of a block or of a row, as ``FactorsOf`` of the kernel. The next row of
-    a team waits in registers or in shared memory.
-    """
+    """Blocks of a multiprocessor, teams of a block, and whether next rows are in shared memory."""
 
     resident: int
     teams: int
-    factors: str
     next_in_shared: bool = False
 
     @property
@@ -232,83 +233,106 @@ class _Blocks(NamedTuple):
         return self.resident * self.teams
 
 
-def _rotated_blocks(
-    team: Team, access_bytes: int, rows: int, groups: int, steps: int | None, *, itemsize: int
-) -> _Blocks:
-    """Return the blocks for rotated rows.
+class _Rows(NamedTuple):
+    """Properties of a call that decide on its blocks.
 
     Parameters
     ----------
     team : Team
-    access_bytes : int
-        Bytes of an access to x.
-    rows : int
-    groups : int
-        Groups of rows that share factors; 0: there are no factors.
-    steps : int, optional
-        Rows of a team; by their number when omitted.
-    itemsize : int
-        Bytes of a row of x for each channel.
+    rotated : bool
+    rows, together : int
+        All rows, and those of a group: a block has rows of one group.
+    factors : {"", "block", "row"}
+        Whether all rows of a block share factors, or each row has its own; "": there are none.
+    itemsize, access_bytes : int
+        Bytes of a row of x for each channel, and of an access to it.
     """
-    own, few = team.runs * RUN, max(1, _THREADS_ROTATED // team.lanes)
-    warps = _warps(own, own * itemsize // 4)
-    group_rows = rows // groups if groups else 0
-    ways = [(few, "team")]
-    if 0 < group_rows < _LEAST_KEPT:
-        ways = [(few, "row")]
-    elif groups:
-        ways = [(max(1, 32 // team.lanes), "team")]
-        together = max(few, 2)
-        ways += [(together, "block")] * (groups < 2 or group_rows % together == 0)
+
+    team: Team
+    rotated: bool
+    rows: int
+    together: int
+    factors: str
+    itemsize: int
+    access_bytes: int
+
+    @property
+    def own(self) -> int:
+        """Number of channels of a lane."""
+        return self.team.runs * RUN
+
+    def warps(self, following: int) -> int:
+        """Return the warps of a multiprocessor whose threads hold so many numbers of a next row."""
+        other = _OTHER_REGISTERS
+        if self.own > _MANY:
+            other = _BESIDE_ROTATED if self.rotated else _BESIDE_MANY
+        registers = self.own + following + other
+        return min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
+
+    def block_bytes(self, teams: int, *, next_in_shared: bool = False) -> int:
+        """Return the shared memory of a block of so many teams."""
+        held = self.team.held
+        exchanged = 32 * teams * self.team.lanes if self.rotated else 0  # by lanes
+        kept = self.factors == "block" and (teams > 1 or self.team.lanes <= 256)
+        waiting = teams * held * self.itemsize + _LINE if next_in_shared else 0  # from a line on
+        return 4 * (exchanged + 2 * held * kept) + waiting + _BLOCK_BYTES
+
+    def grid(self, form: _Blocks, steps: int) -> int:
+        """Return how many blocks there are, with so many rows of a team."""
+        return self.rows // self.together * -(-self.together // (form.teams * steps))
+
+    def steps(self, form: _Blocks) -> int:
+        """Return the rows of a team with which all blocks are resident, or few sets of blocks."""
+        turns = -(-self.together // form.teams)
+        each = -(-self.grid(form, 1) // (HOPPER_BLOCKS * form.resident))
+        most = -(-each // -(-each // (_STEPS if form.resident > 1 else _STEPS_ALONE)))
+        return -(-turns // -(-turns // most))
+
+    def busiest(self, form: _Blocks) -> int:
+        """Return the rows of the multiprocessor that has most."""
+        steps = self.steps(form)
+        return -(-self.grid(form, steps) // HOPPER_BLOCKS) * steps * form.teams
+
+
+def _blocks(of: _Rows, steps: int | None) -> _Blocks:
+    """Return the blocks for a call whose teams take so many rows; by their number if None."""
+    if not of.rotated:
+        teams = max(1, _THREADS // of.team.lanes)
+        in_registers = _Blocks(max(1, _WARPS // (teams * of.team.lanes // 32)), teams)
+        return _blocks_beside(of) if of.own > _MANY else in_registers
+    few = max(1, _THREADS_ROTATED // of.team.lanes)
+    ways = {"": [few], "row": [few], "block": [max(1, 32 // of.team.lanes), max(few, 2)]}
     found = []
-    for teams, factors in ways:
-        sets = 0
-        if groups and (factors == "block" or (factors == "team" and teams * team.lanes <= 256)):
-            sets = teams if factors == "team" else 1
-        room = _SHARED // _block_bytes(team, teams, sets)
-        blocks = min(warps // (teams * team.lanes // 32), room)
-        found.append((blocks * teams, -teams, max(1, blocks), factors))
-    _, negative, blocks, factors = max(found)
-    in_registers = _Blocks(blocks, -negative, factors)
-    several = rows > HOPPER_BLOCKS * in_registers.rows if steps is None else steps > 1
-    if several and own > 32 and access_bytes >= _LEAST_COPY and factors != "row":
-        return _blocks_with_next_in_shared(team, group_rows, groups, itemsize) or in_registers
-    return in_registers
+    for teams in ways[of.factors]:
+        room = _SHARED // of.block_bytes(teams)
+        blocks = min(of.warps(of.own * of.itemsize // 4) // (teams * of.team.lanes // 32), room)
+        found.append(_Blocks(max(1, blocks), teams))
+    in_registers = max(found, key=lambda one: (one.rows, -one.teams))
+    several = of.rows > HOPPER_BLOCKS * in_registers.rows if steps is None else steps > 1
+    if several and of.own > _MANY and of.access_bytes >= _LEAST_COPY and of.factors != "row":
+        return _blocks_beside(of)
+    return _blocks_beside(of) if of.own > _MOST_AHEAD else in_registers
 
 
-def _blocks_with_next_in_shared(
-    team: Team, group_rows: int, groups: int, itemsize: int
-) -> _Blocks | None:
+def _blocks_beside(of: _Rows) -> _Blocks:
     """Return the blocks whose next rows wait in shared memory.
 
-    None if shared memory has no room for them, or if groups of rows end within blocks. A block has
-    room on every device from compute capability 8.0 on, though fewer blocks may be resident.
+    Time is that of the multiprocessor with most rows, and each takes longer if it has few at a
+    time. A block has room on every device from compute capability 8.0 on, though fewer blocks may
+    be resident.
     """
-    found = []
+    least = max(1, 32 // of.team.lanes)  # teams: whole warps
+    found = [_Blocks(1, least, next_in_shared=True)]
     for blocks in _BLOCKS_BESIDE:
-        teams = _warps(team.runs * RUN, 0) // blocks * 32 // team.lanes
-        taken = _block_bytes(team, teams, min(groups, 1), itemsize)
-        shares = groups < 2 or group_rows % teams == 0
-        if shares and taken <= min(_SHARED // blocks, LEAST_SHARED):
-            factors = "block" if groups else "team"
-            found.append(_Blocks(blocks, teams, factors, next_in_shared=True))
-    return max(found, key=lambda one: one.rows, default=None)
-
-
-def _warps(own: int, following: int) -> int:
-    """Return the warps of a multiprocessor whose threads have so many numbers of two rows."""
-    registers = own + following + _OTHER_REGISTERS[own > 32]
-    return min(_WARPS, 4 * (16_384 // (32 * registers)))  # as many on each of four schedulers
-
-
-def _block_bytes(team: Team, teams: int, sets: int, itemsize: int = 0) -> int:
-    """Return the shared memory of a block that has so many sets of factors.
-
-    `itemsize` are the bytes of each channel of the next row, if it waits there.
-    """
-    exchanged = 32 * teams * team.lanes  # numbers that change lanes
-    waiting = teams * team.held * itemsize + _LINE if itemsize else 0  # from a line on
-    return 4 * (exchanged + 2 * team.held * sets) + waiting + _BLOCK_BYTES
+        room = min(_SHARED // blocks, LEAST_SHARED)
+        most = of.warps(0) // blocks * 32 // of.team.lanes
+        found += [
+            _Blocks(blocks, teams, next_in_shared=True) for teams in range(least, 1 + most, least)
+            if of.block_bytes(teams, next_in_shared=True) <= room
+        ]  # fmt: skip
+    most = max(one.rows for one in found)
+    longer = _FEWER_ROTATED if of.rotated else _FEWER
+    return min(found, key=lambda one: of.busiest(one) * (1 + longer * (most / one.rows - 1)))
 
 
 def _by_eight(vector: Operand | None) -> bool:

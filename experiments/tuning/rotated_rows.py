@@ -107,7 +107,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
     ),
     "4,096 rows": LESS,
     "RMS, weight": (Form(REGISTERS, 2, 4), *TOGETHER),
-    "Wan, modulated": (Form(SHARED, 2, 2), Form(SHARED, 4, 1)),
+    "Wan, modulated": (Form(SHARED, 3, 2), Form(SHARED, 8, 1)),
     "GELU": (Form(SHARED, 1, 2),),
     "Kandinsky, modulated": (
         Form(REGISTERS, 2, 6), Form(SHARED, 4, 4), *(replace(one, teams=8) for one in LESS)
@@ -146,13 +146,11 @@ def changed(work: Work, form: Form, source: Path, processors: int = HOPPER_BLOCK
     (launch,) = inner.launches
     defines = dict(launch.module.defines)
     lanes = launch.block // defines["CFG_BLOCK_M"]
-    vectors = defines["CFG_MODULATION"] or defines["CFG_WEIGHT"]
     defines |= {
         "CFG_NEXT_IN_SHARED": int(form.shared), "CFG_CODES": CODES.index(form.codes),
         "CFG_WORDS": int(form.words), "CFG_ENGINE_ROWS": int(form.engine),
         "CFG_LEAVE": PARTS.get(form.without, 0), "CFG_BLOCK_M": form.teams,
         "CFG_BLOCKS_PER_SM": form.blocks, "CFG_NUM_WARPS": form.teams * lanes // 32,
-        "CFG_FACTORS": int(bool(vectors) and form.teams > 1),
     }  # fmt: skip
     ((struct, params),) = launch.params
     blocks = -(-params["rows"] // form.teams)

@@ -1,11 +1,11 @@
 // norm_quant -- rows normalised, modulated, activated and rotated, then INT8 codes and scales: what
 //               a model does between two products, in one pass.
 //
-// Idea         Memory decides, so a row is read once and stays in registers until its codes are
-//              written. A team of lanes shares a row; a lane has CHUNKS runs of eight neighbouring
-//              channels. The factors of every channel are made once for several rows. The next row
-//              is on its way during the present one: to registers, or to shared memory. The
-//              latter leaves room for more warps, if lanes have many numbers.
+// Idea         A row is read once and stays in registers until its codes are written. A team of
+//              lanes shares a row; a lane has CHUNKS runs of eight neighbouring channels. Many runs
+//              make instructions few, so that memory decides. A block has rows of one group, and
+//              makes the factors of every channel once. The next row is on its way during the
+//              present one: to registers, or to shared memory if lanes have many numbers.
 // Differs from row_quant.cu, which takes numbers unchanged, and rows of any length.
 // Data flow    x -> mean, root mean square -> z -> y -> activation -> rotation -> largest
 //              magnitude -> codes. The lanes of a group that is rotated are in one warp, each
@@ -60,9 +60,11 @@ static_assert(
     "BLOCK_N must be a multiple of 8 channels for every lane of a row, and hold the row");
 static_assert(
     ROTATE == 0 || (ROTATE >= RUN && CHANNELS % ROTATE == 0), "ROTATE must divide CHANNELS");
+constexpr int MOST_AHEAD = ROTATE == 0 ? 32 : 96;  // channels of a lane beside the next row's
 static_assert(
-    CHUNKS * RUN <= (ROTATE == 0 ? 32 : 96),
-    "BLOCK_N must be at most 32 channels for every lane of a row, or 96 of a rotated row");
+    CHUNKS * RUN <= (NEXT_IN_SHARED ? 160 : MOST_AHEAD),
+    "BLOCK_N must be at most 32 channels for every lane of a row, 96 of a rotated row, or 160 if "
+    "the next row is in shared memory");
 static_assert(ROTATE == 0 || BY_ROW, "a rotated row has one scale");
 
 // Rotation: run q of a row, of GROUPS, is turned with the runs that are a multiple of GROUPS past
@@ -86,20 +88,16 @@ static_assert(
 
 using Access = Words<elem_t, VEC>;  // neighbouring elements of a row, as they are read
 constexpr int ACCESSES = HALVES * CHUNKS * RUN_ACCESSES;  // of a lane
-static_assert(
-    !NEXT_IN_SHARED || sizeof(Access) >= 4, "a copy to shared memory must have at least 4 bytes");
 
 constexpr bool AFFINE = WEIGHTED || MODULATED;
 // g and h are in shared memory, if it has room for them, and leave registers to more blocks.
-constexpr bool EACH_ROW = AFFINE && FACTORS_OF == FactorsOf::ROW;
-constexpr bool TEAMS_SHARE = AFFINE && FACTORS_OF == FactorsOf::BLOCK && BLOCK_M > 1;
-constexpr bool AFFINE_IN_SHARED = AFFINE && !EACH_ROW && (TEAMS_SHARE || NUM_THREADS <= 256);
-constexpr int AFFINE_THREADS = TEAMS_SHARE ? LANES : NUM_THREADS;  // that have their own
-constexpr int RUN_PARTS = 2 * RUN / WIDE;                          // accesses to g and h of a run
+constexpr bool EACH_ROW = AFFINE && FACTORS_OF_ROW;
+constexpr bool AFFINE_IN_SHARED = AFFINE && !EACH_ROW && (BLOCK_M > 1 || NUM_THREADS <= 256);
+constexpr int RUN_PARTS = 2 * RUN / WIDE;  // accesses to g and h of a run
 
 struct SharedStorage {
-  alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1]
-                          [AFFINE_IN_SHARED ? AFFINE_THREADS : 1][WIDE];
+  alignas(16) float affine[AFFINE_IN_SHARED ? CHUNKS * RUN_PARTS : 1][AFFINE_IN_SHARED ? LANES : 1]
+                          [WIDE];
   // Of the lanes of a team in one warp: numbers that change lanes.
   alignas(
       16) float part[ROTATED ? BLOCK_M * TEAM_WARPS : 1][ROTATED ? ACROSS * TURNED * PART_SPAN : 1];
@@ -109,9 +107,8 @@ struct SharedStorage {
   // The next row of each team, if it waits here. A thread reads its own copies alone, hence no
   // barrier. Copies begin at a line of 128 bytes: 16 bytes behind one the pass took 1.2 times as
   // long.
-  alignas(NEXT_IN_SHARED ? 128 : sizeof(elem_t))
-      Words<elem_t, NEXT_IN_SHARED ? VEC : 1> next[NEXT_IN_SHARED ? ACCESSES : 1]
-                                                  [NEXT_IN_SHARED ? NUM_THREADS : 1];
+  alignas(NEXT_IN_SHARED ? 128 : sizeof(Access))
+      Access next[NEXT_IN_SHARED ? ACCESSES : 1][NEXT_IN_SHARED ? NUM_THREADS : 1];
 };
 extern "C" __device__ int smem_bytes = sizeof(SharedStorage);
 
@@ -183,7 +180,8 @@ struct Loaded {
   // Begins to read a row: into these registers, or into shared memory, from where take() moves it.
   __device__ __forceinline__ void request(const NormQuantParams& p, SharedStorage& smem, int row) {
     const elem_t* X =  // [CHANNELS], or of both halves
-        row_of(p, p.X, min(row, p.rows - 1), p.X_stride) + channel_of(0);
+        row_of(p, p.X, row, p.X_stride) + channel_of(0);
+    const uint32_t place = NEXT_IN_SHARED ? shared_address(&smem.next[0][thread_id()]) : 0;
 #pragma unroll
     for (int half = 0; half < HALVES; ++half)
 #pragma unroll
@@ -193,10 +191,14 @@ struct Loaded {
           if (BLOCK_N != CHANNELS && !NEXT_IN_SHARED) of[half][a][i] = {};
           if (!has_channel(a, i * VEC)) continue;
           const elem_t* from = X + half * CHANNELS + run_offset(a) + i * VEC;  // [VEC]
-          if constexpr (NEXT_IN_SHARED) {
-            cp_async<sizeof(Access)>(waiting(smem, half, a, i), from, true);
-          } else {
-            of[half][a][i] = *reinterpret_cast<const Access*>(from);
+          const auto access = reinterpret_cast<const Access*>(from);
+          const int n = (half * CHUNKS + a) * RUN_ACCESSES + i;
+          if constexpr (!NEXT_IN_SHARED) {
+            of[half][a][i] = *access;
+          } else if constexpr (sizeof(Access) >= 4) {
+            cp_async<sizeof(Access)>(place + n * int(sizeof(smem.next[0])), access, true);
+          } else {  // too narrow for cp.async: an ordinary copy
+            smem.next[n][thread_id()] = *access;
           }
         }
     if constexpr (NEXT_IN_SHARED) cp_async_commit_group();
@@ -213,18 +215,12 @@ struct Loaded {
           for (int i = 0; i < RUN_ACCESSES; ++i) {
             if (BLOCK_N != CHANNELS) of[half][a][i] = {};
             if (has_channel(a, i * VEC))
-              of[half][a][i] = *static_cast<const Access*>(waiting(smem, half, a, i));
+              of[half][a][i] = smem.next[(half * CHUNKS + a) * RUN_ACCESSES + i][thread_id()];
           }
     }
   }
   __device__ __forceinline__ float element(int half, int a, int j) const {
     return of[half][a][j / VEC].element(j % VEC);
-  }
-
- private:
-  // The place of an access of this thread in shared memory.
-  static __device__ __forceinline__ void* waiting(SharedStorage& smem, int half, int a, int i) {
-    return &smem.next[(half * CHUNKS + a) * RUN_ACCESSES + i][thread_id()];
   }
 };
 
@@ -274,24 +270,24 @@ struct Factors {
   }
 };
 
-// Factors of all runs of a lane, in shared memory or in registers, for as many rows as they are of.
+// Factors of all runs of a lane, in shared memory for all teams of the block, or in registers.
 struct Affine {
+  static constexpr int TOGETHER = 5;  // runs that a thread reads together: more would spill
   Factors of[AFFINE_IN_SHARED || EACH_ROW ? 1 : CHUNKS];
-  int end = 0;  // the first row that they are not of
 
-  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int row) {
-    row = min(row, p.rows - 1);
-    if (EACH_ROW || row < end) return;  // the same for all teams that share
-    const int64_t group = MODULATED ? row / p.group_rows : 0;
-    end = MODULATED ? int(group + 1) * p.group_rows : p.rows;
-    const int thread = thread_id_anew();  // this is rare, and shall keep no registers
-    if constexpr (TEAMS_SHARE) {
-      __syncthreads();  // no team reads the factors of the group before
-#pragma unroll 1
-      for (int a = thread / LANES; a < CHUNKS; a += BLOCK_M) keep(p, smem, group, a, thread);
-      __syncthreads();  // the factors of all teams are visible
+  __device__ __forceinline__ void load(const NormQuantParams& p, SharedStorage& smem, int group) {
+    if constexpr (EACH_ROW) return;
+    const int thread = thread_id_anew();  // these registers are free before the first row
+    if constexpr (BLOCK_M > 1) {
+#pragma unroll TOGETHER
+      for (int first = 0; first < CHUNKS; first += BLOCK_M) {
+        const int a = first + thread / LANES;
+        if (first + BLOCK_M <= CHUNKS || a < CHUNKS) keep(p, smem, group, a, thread);
+      }
+      __syncthreads();  // the factors of all runs are visible
     } else {
-#pragma unroll
+      // A thread reads its own numbers alone, hence no barrier.
+#pragma unroll TOGETHER
       for (int a = 0; a < CHUNKS; ++a) keep(p, smem, group, a, thread);
     }
   }
@@ -303,23 +299,22 @@ struct Affine {
 #pragma unroll
       for (int i = 0; i < RUN_PARTS; ++i) {
         const float* from = i * WIDE < RUN ? own.g + i * WIDE : own.h + (i * WIDE - RUN);  // [WIDE]
-        *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread % AFFINE_THREADS]) = {
+        *reinterpret_cast<RunPart*>(smem.affine[a * RUN_PARTS + i][thread % LANES]) = {
             from[0], from[1], from[2], from[3]};
       }
   }
-  // Unless teams share, a thread reads its own numbers alone, hence no barrier.
   __device__ __forceinline__ void apply(
       const NormQuantParams& p, const SharedStorage& smem, int row, Run (&x)[CHUNKS]) const {
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a) {
       Factors factors;
       if constexpr (EACH_ROW) {
-        factors.load(p, min(row, p.rows - 1) / p.group_rows, channel_of(a));
+        factors.load(p, row / p.group_rows, channel_of(a));
       } else if constexpr (AFFINE_IN_SHARED) {
 #pragma unroll
         for (int i = 0; i < RUN_PARTS; ++i) {
           const auto part = *reinterpret_cast<const RunPart*>(
-              smem.affine[a * RUN_PARTS + i][thread_id() % AFFINE_THREADS]);
+              smem.affine[a * RUN_PARTS + i][thread_id() % LANES]);
           const int at = i * WIDE;
           float* to = at < RUN ? factors.g + at : factors.h + (at - RUN);  // [WIDE]
 #pragma unroll
@@ -433,7 +428,7 @@ __device__ __forceinline__ uint32_t absmax_of(const float (&x)[N]) {
 
 // N4, R1: codes of a rotated row, with a scale for all of it.
 __device__ __forceinline__ void store_rotated(
-    const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
+    const NormQuantParams& p, SharedStorage& smem, int step, int row, int end, Run (&x)[CHUNKS]) {
   const int thread = thread_id_anew(), lane = thread % PART;
   float* part = smem.part[ROTATED ? thread / PART : 0];  // [ACROSS, TURNED, PART_SPAN]
   float y[SETS * TASKS][ACROSS * WIDE];
@@ -462,7 +457,7 @@ __device__ __forceinline__ void store_rotated(
   // Butterflies multiplied the sum of the squares by ROTATE. The scale corrects this.
   const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
   constexpr float UNIT = ROTATE == 64 ? 0.125f : ROTATE == 128 ? SQRT_HALF / 8 : 0.0625f;
-  if (row >= p.rows) return;
+  if (row >= end) return;
   if (thread % LANES == 0)  // a NaN keeps its bits
     p.scales[row] = scale.inverse == 0.0f ? scale.scale : __fmul_rn(scale.scale, UNIT);
 #pragma unroll
@@ -496,14 +491,14 @@ __device__ __forceinline__ void store_run(int8_t* codes, int channel, const Run&
 
 // R1: codes of a row in its original order, with a scale for all of it or for every SLICE channels.
 __device__ __forceinline__ void store_in_place(
-    const NormQuantParams& p, SharedStorage& smem, int step, int row, Run (&x)[CHUNKS]) {
+    const NormQuantParams& p, SharedStorage& smem, int step, int row, int end, Run (&x)[CHUNKS]) {
   int8_t* codes = p.codes + int64_t(row) * CHANNELS + channel_of(0);  // [CHUNKS, LANES * RUN]
   if constexpr (BY_ROW) {
     uint32_t absmax = 0;
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a) absmax = max(absmax, absmax_of(x[a]));
     const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[step % 2][2]));
-    if (row >= p.rows) return;
+    if (row >= end) return;
     if (thread_id() % LANES == 0) p.scales[row] = scale.scale;
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
@@ -514,7 +509,7 @@ __device__ __forceinline__ void store_in_place(
     for (int a = 0; a < CHUNKS; ++a) {
       const int channel = channel_of(a);
       const Scale scale = scale_of_absmax(shfl_max<SLICE_LANES>(absmax_of(x[a])));
-      if (row >= p.rows) continue;
+      if (row >= end) continue;
       if (channel % SLICE == 0 && is_channel(channel))
         p.scales[int64_t(row) * ceil_div(CHANNELS, SLICE) + channel / SLICE] = scale.scale;
       store_run(codes + a * LANES * RUN, channel, x[a], scale.inverse);
@@ -527,14 +522,19 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
   griddepcontrol_launch_dependents();  // a product may begin
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   auto& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  const int row0 = blockIdx.x * (p.steps * BLOCK_M) + thread_id() / LANES;
+  const int block_rows = p.steps * BLOCK_M;
+  const int group_rows = EACH_ROW ? p.rows : p.group_rows;
+  const int group_blocks = ceil_div(group_rows, block_rows), group = blockIdx.x / group_blocks;
+  const int end = (group + 1) * group_rows;  // of the block's rows
+  const int row0 =
+      group * group_rows + blockIdx.x % group_blocks * block_rows + thread_id() / LANES;
 
   Affine affine;
   Loaded loaded;
-  loaded.request(p, smem, row0);
+  loaded.request(p, smem, min(row0, end - 1));
+  if constexpr (AFFINE) affine.load(p, smem, group);
   for (int step = 0; step < p.steps; ++step) {
     const int row = row0 + step * BLOCK_M;
-    if constexpr (AFFINE) affine.load(p, smem, row);
     loaded.take(smem);
     Run x[CHUNKS];
 #pragma unroll
@@ -548,11 +548,11 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
           x[a][j] = __fmul_rn(activated<ACTIVATION>(gate), up);  // N3
         }
       }
-    if (step + 1 < p.steps) loaded.request(p, smem, row + BLOCK_M);
+    if (step + 1 < p.steps) loaded.request(p, smem, min(row + BLOCK_M, end - 1));
 
     if constexpr (NORM == Norm::LAYER) centre(x, smem.of_warp[step % 2][0]);
     if constexpr (NORM != Norm::NONE) normalise(x, p.eps, smem.of_warp[step % 2][1]);
-    if constexpr (AFFINE) affine.apply(p, smem, row, x);  // N2
+    if constexpr (AFFINE) affine.apply(p, smem, min(row, end - 1), x);  // N2
 #pragma unroll
     for (int a = 0; a < CHUNKS; ++a)
 #pragma unroll
@@ -560,9 +560,9 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, BLOCKS_PER_SM) void norm_qu
         if constexpr (!GLU) x[a][j] = activated<ACTIVATION>(x[a][j]);  // N3
       }
     if constexpr (ROTATED) {
-      store_rotated(p, smem, step, row, x);
+      store_rotated(p, smem, step, row, end, x);
     } else {
-      store_in_place(p, smem, step, row, x);
+      store_in_place(p, smem, step, row, end, x);
     }
   }
 }

@@ -118,7 +118,7 @@
 #define CFG_ROTATE 0
 #define CFG_BY_ROW 1
 #define CFG_BY_EIGHT 1
-#define CFG_FACTORS 0
+#define CFG_FACTORS_OF_ROW 0
 #define CFG_BLOCKS_PER_SM 1
 #define CFG_NEXT_IN_SHARED 0
 #endif
@@ -286,10 +286,7 @@ constexpr int CHANNELS = CFG_CHANNELS;           // of a row
 constexpr int ROTATE = CFG_ROTATE;               // channels of a group that is rotated; 0: none is
 constexpr bool BY_ROW = CFG_BY_ROW;              // a row has one scale; otherwise a slice of it has
 constexpr bool BY_EIGHT = CFG_BY_EIGHT;          // eight numbers of these vectors lie aligned
-// Rows that share the factors made of these vectors: rows of a team, all rows of a block at a time,
-// or a row alone.
-enum class FactorsOf { TEAM, BLOCK, ROW };
-constexpr FactorsOf FACTORS_OF = FactorsOf(CFG_FACTORS);
+constexpr bool FACTORS_OF_ROW = CFG_FACTORS_OF_ROW;  // rows of a block have separate factors
 constexpr int BLOCKS_PER_SM = CFG_BLOCKS_PER_SM;     // thread blocks at a time
 constexpr bool NEXT_IN_SHARED = CFG_NEXT_IN_SHARED;  // a team's next row is copied to shared memory
 constexpr bool PAIRED = CFG_PAIRED;                  // a row continues in a second tensor

@@ -70,7 +70,7 @@ SCORED = {"SCORED": 1, "MASK_KIND": 0, "BIAS_KIND": 0}
 #: The pass in front of a product.
 NORMED = {
     "NORM": 1, "WEIGHT": 0, "MODULATION": 0, "CHANNELS": 1024, "ROTATE": 0, "BY_ROW": 1,
-    "BY_EIGHT": 1, "FACTORS": 0, "BLOCKS_PER_SM": 1, "NEXT_IN_SHARED": 0,
+    "BY_EIGHT": 1, "FACTORS_OF_ROW": 0, "BLOCKS_PER_SM": 1, "NEXT_IN_SHARED": 0,
 }  # fmt: skip
 #: Rows of two heads in a block.
 HEADS_TOGETHER = {

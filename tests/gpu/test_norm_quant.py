@@ -44,13 +44,14 @@ def test_a_device_makes_the_bits_of_numpy(name: str, regime: str) -> None:
     [
         "layer, modulated", "rotated by 256", "rotated by 64", "blocks",
         "rotated, factors of a block", "rotated, one warp of three sets",
+        "rotated, one warp of five sets", "layer, four warps", "layer, modulated by token",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 1584, 3171, 4099, 9000])
 def test_any_number_of_rows(name: str, rows: int) -> None:
     """One for each team, several, and teams that run past the last row.
 
-    Several rotated rows of one warp wait in shared memory, if there is room for their factors.
+    Several rows of lanes with many channels wait in shared memory.
     """
     groups = 3 if rows % 3 == 0 else 1
     one = dataclasses.replace(CASES[name], shape=(rows, CASES[name].shape[-1]), groups=groups)

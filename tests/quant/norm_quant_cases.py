@@ -81,6 +81,9 @@ CASES = {
         3, 1024, dtype="bfloat16", norm="layer", vectors="weight:bfloat16 bias:bfloat16"
     ),
     "rms, float32 weight": case(3, 3072, dtype="bfloat16", norm="rms", vectors="weight:float32"),
+    "layer, four warps": case(
+        3, 5120, dtype="bfloat16", norm="layer", vectors="scale:float32 shift:float32"
+    ),
     "rms, all vectors": case(
         4, 640, norm="rms", vectors="weight:float32 bias:float32 scale:bfloat16 shift:bfloat16",
         groups=2,
@@ -105,7 +108,10 @@ CASES = {
         3, 3072, dtype="bfloat16", norm="layer", rotate="hadamard",
         vectors="scale:bfloat16 shift:bfloat16",
     ),
-    "rotated, five warps": case(2, 5120, norm="layer", rotate="hadamard", vectors=MODULATED),
+    "rotated, one warp of five sets": case(
+        2, 5120, norm="layer", rotate="hadamard", vectors=MODULATED
+    ),
+    "rotated, six warps": case(2, 6144, norm="layer", rotate="hadamard", vectors=MODULATED),
     "rotated, idle lanes": case(
         3, 1792, dtype="bfloat16", norm="layer", rotate="hadamard", vectors="weight:bfloat16"
     ),

@@ -19,6 +19,7 @@ from cupyattn.bounds.norm_quant import norm_quant_error
 from cupyattn.compiler import modules as compiler
 from cupyattn.compiler.architectures import shared_memory_of
 from cupyattn.interpret import KernelFault
+from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.kernels.row_teams import MOST_CHANNELS
 from cupyattn.plans.norm_quant import VECTORS, NormQuantPlan, plan_norm_quant
 from cupyattn.quant import rotated
@@ -120,7 +121,7 @@ def waits_in_shared(plan: NormQuantPlan) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["layer, modulated", "rotated, five warps", "layer, one warp", "codes alone"]
+    "name", ["layer, modulated", "rotated, six warps", "layer, one warp", "codes alone"]
 )
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
@@ -128,12 +129,14 @@ def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
     assert_bits(*in_several_steps(CASES[name], steps))
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (15, 1), (9, 9)])
+@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (15, 1), (402, 6), (9, 9)])
 @pytest.mark.parametrize(
-    "name", ["rotated by 256", "rotated, factors of a block", "rotated, five warps"]
-)
+    "name",
+    ["rotated by 256", "rotated, factors of a block", "rotated, six warps",
+     "layer, modulated by token"],
+)  # fmt: skip
 def test_teams_of_a_block_may_share_factors(name: str, rows: int, groups: int) -> None:
-    """Groups of rows begin within a block's, with one row of each team or with each row."""
+    """Groups end within a turn of a block's teams, or after each row."""
     assert_bits(*in_several_steps(CASES[name], 3, rows, groups))
 
 
@@ -146,42 +149,68 @@ def test_teams_of_a_block_may_share_factors(name: str, rows: int, groups: int) -
         ("rotated, one warp of three sets", 3, 20, 1, 0),
         ("rotated, one warp of three sets", 4, 16, 4, 0),
         ("rotated, idle lanes of a warp", 2, 50, 1, 0),
+        ("rotated, one warp of five sets", 2, 9, 1, 0),
+        ("layer, modulated by token", 2, 29, 1, 0), ("layer, modulated by token", 3, 402, 3, 4),
+        ("layer, modulated by token", 2, 19, 1, 1), ("layer, four warps", 2, 12, 2, 0),
+        ("rms, float32 weight", 3, 20, 1, 2),
     ],
 )  # fmt: skip
 def test_the_next_row_may_wait_in_shared_memory(
     name: str, steps: int, rows: int, groups: int, pad: int
 ) -> None:
-    """Groups begin with a row that waits; last rows end in a block; accesses of 4 to 16 bytes."""
+    """Groups begin with a row that waits; last rows end in a block; accesses of 2 to 16 bytes."""
     assert_bits(*in_several_steps(CASES[name], steps, rows, groups, pad=pad, shared=True))
 
 
-def test_blocks_fill_a_device_once_before_teams_take_more_rows() -> None:
-    x = Operand.contiguous((4608, 3072), 2)
-    how = "bfloat16", (None,) * 4, ("", ""), CASES["layer, one warp"].settled
-    plan = plan_norm_quant(x, *how)
-    assert plan.steps == 6 and plan.launches[0].grid == 4608 // 6
-    few = plan_norm_quant(Operand.contiguous((16, 3072), 2), *how)
-    assert few.steps == 1 and few.launches[0].grid == 16
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "channels"),
+    [(4096, 3072), (4608, 3072), (118_800, 3072), (14_040, 5120), (32_760, 5120), (6144, 1792),
+     (16_384, 1792), (32_760, 1536)],
+)  # fmt: skip
+def test_no_multiprocessor_has_many_rows_more_than_others(
+    rows: int, channels: int, rotate: bool
+) -> None:
+    plan = plan_modulated(rows, channels, 1, rotate=rotate)
+    (launch,) = plan.launches
+    defines = dict(launch.module.defines)
+    blocks = -(-launch.grid // HOPPER_BLOCKS)
+    assert blocks * plan.steps * defines["CFG_BLOCK_M"] <= 1.08 * rows / HOPPER_BLOCKS
+
+
+def test_few_rows_have_many_blocks() -> None:
+    plan = plan_modulated(16, 1024, 1, rotate=False)
+    assert plan.steps == 1 and plan.launches[0].grid == 4
+
+
+def plan_modulated(
+    rows: int, channels: int, groups: int, *, rotate: bool, pad: int = 0, dtype: str = "bfloat16"
+) -> NormQuantPlan:
+    """Plan a pass over rows of which `groups` have separate factors; 0: there are no factors."""
+    x = Operand.of(np.empty((rows, channels + pad), STORAGE[dtype])[:, :channels])
+    vector = Operand.contiguous((groups, channels), 2) if groups else None
+    types = "", "bfloat16" if groups else ""
+    how = CASES["layer, modulated"].settled._replace(rotate="hadamard" if rotate else None)
+    return plan_norm_quant(x, dtype, (None, None, vector, vector), types, how)
 
 
 @pytest.mark.parametrize(
-    ("channels", "groups", "teams", "lanes", "factors"),
+    ("channels", "groups", "rotate", "teams", "lanes", "own"),
     [
-        (3072, 1, 6, 32, 1), (3072, 4608, 2, 32, 2), (3072, 512, 3, 32, 1), (3072, 576, 4, 32, 1),
-        (1536, 2, 12, 16, 1), (1536, 512, 2, 16, 0), (5120, 1, 2, 160, 1), (5120, 4608, 1, 160, 2),
-        (5120, 512, 1, 160, 0),
+        (3072, 1, True, 6, 32, 0), (3072, 4608, True, 2, 32, 1), (3072, 512, True, 3, 32, 0),
+        (3072, 576, True, 4, 32, 0), (1536, 512, True, 10, 16, 0), (5120, 1, True, 4, 32, 0),
+        (3072, 1, False, 3, 64, 0), (3072, 4608, False, 3, 64, 1), (3072, 576, False, 4, 64, 0),
+        (1536, 512, False, 9, 32, 0), (5120, 1, False, 5, 128, 0), (1024, 1, False, 4, 32, 0),
     ],
 )  # fmt: skip
-def test_teams_of_rotated_rows_share_factors_if_their_rows_do(
-    channels: int, groups: int, teams: int, lanes: int, factors: int
+def test_teams_of_a_block_share_factors_if_groups_have_several_rows(
+    channels: int, groups: int, rotate: bool, teams: int, lanes: int, own: int
 ) -> None:
-    """1: all of a block; 0: all of a team, in groups of nine rows; 2: none, each reads its own."""
-    x, vector = (Operand.contiguous((rows, channels), 2) for rows in (4608, groups))
-    how = CASES["layer, modulated"].settled._replace(rotate="hadamard")
-    plan = plan_norm_quant(x, "bfloat16", (None, None, vector, vector), ("", "bfloat16"), how)
+    """As many teams as divide a group of nine rows with few of them idle."""
+    plan = plan_modulated(4608, channels, groups, rotate=rotate)
     defines = dict(plan.launches[0].module.defines)
     assert defines["CFG_BLOCK_M"] == teams and plan.launches[0].block == teams * lanes
-    assert defines["CFG_FACTORS"] == factors
+    assert defines["CFG_FACTORS_OF_ROW"] == own
 
 
 @pytest.mark.parametrize(
@@ -189,22 +218,18 @@ def test_teams_of_rotated_rows_share_factors_if_their_rows_do(
     [
         ("bfloat16", 4608, 3072, 1, 0, True), ("bfloat16", 1057, 3072, 1, 0, True),
         ("bfloat16", 1056, 3072, 1, 0, False), ("bfloat16", 4608, 3072, 1, 1, False),
-        ("bfloat16", 4608, 3072, 1, 2, True), ("bfloat16", 7007, 3072, 7, 0, False),
-        ("bfloat16", 4608, 3072, 4608, 0, False), ("bfloat16", 4608, 5120, 1, 0, False),
-        ("bfloat16", 6144, 1792, 1, 0, True), ("float32", 4608, 3072, 1, 0, False),
-        ("float32", 4608, 3072, 0, 0, True),
+        ("bfloat16", 4608, 3072, 1, 2, True), ("bfloat16", 7007, 3072, 7, 0, True),
+        ("bfloat16", 4608, 3072, 4608, 0, False), ("bfloat16", 128, 5120, 1, 1, True),
+        ("bfloat16", 4608, 6144, 1, 0, False), ("bfloat16", 6144, 1792, 1, 0, True),
+        ("float32", 4608, 3072, 1, 0, True), ("float32", 4608, 3072, 0, 0, True),
     ],
     ids=lambda value: str(value),
 )  # fmt: skip
-def test_where_the_next_row_waits(
+def test_where_the_next_rotated_row_waits(
     dtype: str, rows: int, channels: int, groups: int, pad: int, *, shared: bool
 ) -> None:
-    """In registers if no team has one, if copies have 2 bytes, and if shared memory has no room."""
-    x = Operand.of(np.empty((rows, channels + pad), STORAGE[dtype])[:, :channels])
-    vector = Operand.contiguous((groups, channels), 2) if groups else None
-    types = "", "bfloat16" if groups else ""
-    how = CASES["layer, modulated"].settled._replace(rotate="hadamard")
-    plan = plan_norm_quant(x, dtype, (None, None, vector, vector), types, how)
+    """In registers if no team has one and if copies have 2 bytes, unless it has too many."""
+    plan = plan_modulated(rows, channels, groups, rotate=True, pad=pad, dtype=dtype)
     assert waits_in_shared(plan) == shared
 
 
@@ -224,13 +249,7 @@ def assert_blocks_fit(plan: NormQuantPlan, arch: str) -> None:
 @pytest.mark.parametrize("channels", [1536, 1792, 3072, 5120])
 def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
     """With as many blocks as the plan counts on."""
-    vector = Operand.contiguous((1, channels), 2)
-    how = CASES["layer, modulated"].settled._replace(rotate="hadamard" if rotate else None)
-    plan = plan_norm_quant(
-        Operand.contiguous((4608, channels), 2), "bfloat16", (None, None, vector, vector),
-        ("", "bfloat16"), how,
-    )  # fmt: skip
-    assert_blocks_fit(plan, "sm_90a")
+    assert_blocks_fit(plan_modulated(4608, channels, 1, rotate=bool(rotate)), "sm_90a")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
@@ -241,7 +260,8 @@ def test_rows_of_models_stay_in_registers(channels: int, rotate: int) -> None:
         *slow_rows((
             ("rotated by 256", 0), ("rotated by 256", 2), ("rotated by 128", 0),
             ("rotated, factors of a block", 0), ("rotated, idle lanes", 4),
-            ("rotated, idle lanes of a warp", 0),
+            ("rotated, idle lanes of a warp", 0), ("rotated, one warp of five sets", 0),
+            ("layer, modulated by token", 0), ("layer, four warps", 0), ("rms, float32 weight", 0),
         )),
     ],
 )  # fmt: skip
@@ -346,10 +366,10 @@ def test_a_fault_breaks_the_bound(fault: str) -> None:
 #: groups of rows unless they are nine and three.
 MISTAKES: dict[str, tuple[Any, ...]] = {
     "no barrier behind the sums": (
-        "    team_sync();  // the sums of all warps are visible\n", "", "rotated, five warps",
+        "    team_sync();  // the sums of all warps are visible\n", "", "rms, float32 weight",
     ),
     "no barrier behind the maxima": (
-        "    team_sync();  // the maxima of all warps are visible\n", "", "rotated, five warps",
+        "    team_sync();  // the maxima of all warps are visible\n", "", "rms, float32 weight",
     ),
     "no barrier before numbers change lanes": (
         "  __syncwarp();  // the numbers of all lanes of a group are visible\n", "",
@@ -360,16 +380,15 @@ MISTAKES: dict[str, tuple[Any, ...]] = {
         "    const Scale scale = scale_of_absmax(team_max(absmax, smem.of_warp[0][2]));",
         "codes alone",
     ),
-    "factors of the first group": ("|| row < end) return;", "|| end) return;",
-                                   "layer, modulated"),
-    "rows past the last are stored": ("    if (row >= p.rows) return;\n", "", "layer, one warp"),
-    "no barrier before factors of a block": (
-        "      __syncthreads();  // no team reads the factors of the group before\n", "",
-        "rotated, factors of a block", 12, 3,
+    "factors of the first group": ("affine.load(p, smem, group);", "affine.load(p, smem, 0);",
+                                   "layer, modulated", 12, 3),
+    "rows past the last are stored": ("    if (row >= end) return;\n", "", "layer, one warp"),
+    "rows of the next group are stored": (
+        "end = (group + 1) * group_rows;", "end = p.rows;", "layer, modulated", 15, 3,
     ),
     "no barrier behind factors of a block": (
-        "      __syncthreads();  // the factors of all teams are visible\n", "",
-        "rotated, factors of a block", 12, 3,
+        "      __syncthreads();  // the factors of all runs are visible\n", "",
+        "layer, modulated", 12, 3,
     ),
     "no barrier between two rows": (
         "    if (set > 0 || TEAM_WARPS == 1) __syncwarp();  // the numbers before are read\n", "",

@@ -13,17 +13,21 @@
 
 // Copies BYTES (4, 8 or 16); with valid == false writes zeros and reads nothing.
 template <int BYTES>
-__device__ __forceinline__ void cp_async(void* shared, const void* global, bool valid) {
+__device__ __forceinline__ void cp_async(uint32_t shared, const void* global, bool valid) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
   const int source_bytes = valid ? BYTES : 0;
   if constexpr (BYTES == 16)  // past L1: each byte is used once per block
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-                 "l"(global), "r"(source_bytes)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
+                 "r"(source_bytes)
                  : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
-                 "l"(global), "n"(BYTES), "r"(source_bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global),
+                 "n"(BYTES), "r"(source_bytes)
                  : "memory");
+}
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, bool valid) {
+  cp_async<BYTES>(shared_address(shared), global, valid);
 }
 __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
