@@ -162,20 +162,16 @@ def test_the_next_row_may_wait_in_shared_memory(
     assert_bits(*in_several_steps(CASES[name], steps, rows, groups, pad=pad, shared=True))
 
 
-@pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize(
     ("rows", "channels"),
     [(4096, 3072), (4608, 3072), (118_800, 3072), (14_040, 5120), (32_760, 5120), (6144, 1792),
      (16_384, 1792), (32_760, 1536)],
 )  # fmt: skip
-def test_no_multiprocessor_has_many_rows_more_than_others(
-    rows: int, channels: int, rotate: bool
-) -> None:
-    plan = plan_modulated(rows, channels, 1, rotate=rotate)
-    (launch,) = plan.launches
-    defines = dict(launch.module.defines)
-    blocks = -(-launch.grid // HOPPER_BLOCKS)
-    assert blocks * plan.steps * defines["CFG_BLOCK_M"] <= 1.08 * rows / HOPPER_BLOCKS
+def test_no_multiprocessor_has_many_rows_more_than_others(rows: int, channels: int) -> None:
+    plan = plan_modulated(rows, channels, 1, rotate=False)
+    blocks = -(-plan.launches[0].grid // HOPPER_BLOCKS)
+    teams = dict(plan.launches[0].module.defines)["CFG_BLOCK_M"]
+    assert blocks * plan.steps * teams <= 1.04 * rows / HOPPER_BLOCKS
 
 
 def test_few_rows_have_many_blocks() -> None:
