@@ -64,10 +64,10 @@ def angles(length: int = LENGTH, seed: int = 9) -> tuple[Any, Any]:
     return found.cos().float(), found.sin().float()
 
 
-def attend(q: Any, k: Any, v: Any) -> Any:
+def attend(q: Any, k: Any, v: Any, text: str = TEXT) -> Any:
     """Attention of a layer, of (batch, len, heads, head_dim)."""
     given = dict(zip("qkv", (x.permute(0, 2, 1, 3) for x in (q, k, v)), strict=True))
-    return operator.attend(given, None, TEXT)
+    return operator.attend(given, None, text)
 
 
 def expected(q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -252,6 +252,8 @@ def of_all_heads(x: Any, weight: Any) -> Any:
 @pytest.mark.parametrize("name", ["Wan", "not rotated"])
 def test_a_norm_of_all_heads_is_part_of_attention(name: str, dynamic: bool) -> None:
     rope = name in FORMS
+    options = {"accuracy": "full" if rope else "balanced", "backend": "mirror"}
+    text = operator.text_of(calls.TensorSettings.of(**options))
     rotate, tables_of, given_of, interleaved = FORMS["Wan"]
     q, k, v = rows()
     cos, sin = angles()
@@ -259,7 +261,7 @@ def test_a_norm_of_all_heads_is_part_of_attention(name: str, dynamic: bool) -> N
     def function(q: Any, k: Any, v: Any, *tables: Any) -> Any:
         q, k = (of_all_heads(x, w) for x, w in zip((q, k), WEIGHTS, strict=True))
         q, k = (rotate(x, *tables) if rope else x for x in (q, k))
-        return attend(q, k, v.unflatten(2, (HEADS, WIDTH)))
+        return attend(q, k, v.unflatten(2, (HEADS, WIDTH)), text)
 
     arrays = *flat(q, k, v), *tables_of(cos, sin)
     if dynamic:
@@ -267,12 +269,42 @@ def test_a_norm_of_all_heads_is_part_of_attention(name: str, dynamic: bool) -> N
     found, graphs = run(function, *arrays)
     assert is_taken(graphs) == [(rope, True)]
     assert not any("rsqrt" in name or "pow" in name for name in graphs.names())
-    own = {"rope": (given_of(cos), given_of(sin)), "rope_interleaved": interleaved} if rope else {}
+    own = {"accuracy": options["accuracy"]}
+    if rope:
+        own |= {"rope": (given_of(cos), given_of(sin)), "rope_interleaved": interleaved}
     assert torch.equal(found, expected(q, k, v, qk_norm=WEIGHTS, qk_norm_eps=1e-5, **own))
     wide = [of_all_heads(x.double(), w.double()) for x, w in zip((q, k), WEIGHTS, strict=True)]
     if rope:
         wanted, eager = exact(*wide, v, cos, sin, interleaved), function(*arrays)
         assert (found - wanted).norm() < (eager - wanted).norm()  # which rounds normalised rows
+
+
+#: Settings of attention, and whether it makes codes of q and k.
+CODED: dict[str, tuple[dict[str, Any], bool]] = {
+    "a class on the host": ({"accuracy": "balanced"}, True),
+    "a class on Hopper, of few keys": ({"accuracy": "balanced", "arch": "sm_90a"}, False),
+    "16 bits": ({"accuracy": "full"}, False),
+    "a rung of codes": ({"variant": "fa_int8"}, True),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, *slow([True])])
+@pytest.mark.parametrize("name", CODED)
+def test_a_norm_of_all_heads_stays_if_no_codes_are_made(name: str, dynamic: bool) -> None:
+    """As in cross attention to a prompt. Where lengths are not known, attention takes it."""
+    own, coded = CODED[name]
+    text = operator.text_of(calls.TensorSettings.of(backend="mirror", **own))
+    given = flat(*rows())
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        q, k = (of_all_heads(x, w) for x, w in zip(of_heads(q, k), WEIGHTS, strict=True))
+        return attend(q, k, v.unflatten(2, (HEADS, WIDTH)), text)
+
+    if dynamic:
+        of_any_length(LENGTH, *given)
+    _, graphs = run(function, *given)
+    assert is_taken(graphs) == [(False, dynamic or coded)]
+    assert any("rsqrt" in node for node in graphs.names()) != (dynamic or coded)
 
 
 def in_float64(kind: Any, x: Any, weight: Any) -> Any:

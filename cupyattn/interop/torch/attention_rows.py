@@ -5,6 +5,7 @@ Attention normalises and rotates rows as it quantises them, or in one pass (`qk_
 nothing else reads the intermediate results. It computes them in float32, without the roundings of
 the model in between. Parts of q may be rotated by tables of their own before they are concatenated.
 Two parts, text and image of joint attention, may also have norms with weights of their own.
+A norm of all heads stays if no codes are made: a pass of its own would read the rows twice.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from cupyattn.compiler.architectures import capability_of
 from cupyattn.interop.torch.concatenations import concatenated, whole_of
 from cupyattn.interop.torch.graph_nodes import (
     are_alone,
@@ -35,6 +37,7 @@ from cupyattn.interop.torch.rotations import (
     rotation_of,
 )
 from cupyattn.interop.torch.schema import ATTENTION_OF_LAYER as SCHEMA
+from cupyattn.problem.choose import choose
 
 _aten = torch.ops.aten
 _WEIGHTS = ("q_norm_weight", "k_norm_weight")
@@ -133,10 +136,32 @@ def _found(attention: Node) -> tuple[_Rows, _Rows] | None:
     both = _pair(map(_normed, found))
     if both is not None and both[0].norm_kind != both[1].norm_kind:
         both = None
+    if both is not None and both[0].split is not None and rotated is None:
+        both = both if _quantises(attention) else None  # Inductor reads all heads of a token once
     for rows in (both, rotated):
         if rows is not None and all(map(_can_be_read, rows, ends)) and _are_alone(ends, rows):
             return rows
     return None
+
+
+def _quantises(attention: Node) -> bool:
+    """Whether attention makes codes of q and k; true where that depends on lengths to come."""
+    own = SCHEMA.settings(attention.args).of_call
+    if own.variant != "auto" or own.quant is not None:
+        return own.variant in ("auto", "fa_int8")
+    q, k = map(value_of, attention.args[:2])
+    (_, _, len_q, head_dim), len_kv = q.shape, k.shape[_POSITIONS]
+    if not isinstance(len_q, int) or not isinstance(len_kv, int):
+        return True
+    capability = None
+    if own.arch is not None:
+        capability = capability_of(own.arch)
+    elif q.device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(q.device)
+        capability = 10 * major + minor
+    dtype = str(q.dtype).removeprefix("torch.")
+    choice = choose(own.accuracy, dtype, head_dim, len_kv, own.causal, capability, len_q)
+    return choice.variant == "fa_int8"
 
 
 def _pair(found: Iterable[_Rows | None]) -> tuple[_Rows, _Rows] | None:
