@@ -51,13 +51,13 @@ def team_of(channels: int, group: int = 0, *, normed: bool = True) -> Team:
     Examples
     --------
     >>> [team_of(channels).lanes for channels in (64, 1536, 3072, 5120, 13_824, 32_768)]
-    [32, 32, 32, 32, 512, 1024]
-    >>> [team_of(channels, 256) for channels in (1536, 3072, 5120)]
-    [Team(lanes=16, runs=12), Team(lanes=32, runs=12), Team(lanes=160, runs=4)]
+    [32, 32, 64, 128, 512, 1024]
+    >>> [team_of(channels, 256) for channels in (1536, 5120, 6144)]
+    [Team(lanes=16, runs=12), Team(lanes=32, runs=20), Team(lanes=192, runs=4)]
     >>> team_of(3072, 256, normed=False)
     Team(lanes=96, runs=4)
     >>> team_of(3072).held, team_of(3073).held
-    (3072, 4096)
+    (3072, 3584)
     """
     if group:
         across, groups = lanes_across(group), channels // group
