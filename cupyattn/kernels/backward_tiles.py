@@ -31,6 +31,11 @@ PAIR_TILES = Tiles(64, 128, 12, 2)
 #: a mask take turns. Where heads share keys under it, blocks wait at each head, and additions are
 #: faster. Records: experiments/results/backward.json and backward_designs_lean.json.
 IN_ORDER_KEYS, IN_ORDER_KEYS_PAST_64 = 1024, 4095
+#: Up to head_dim 64, persistent thread blocks take the blocks of keys of plain calls, if these step
+#: over few rows. This many is the most, which a causal mask doubles. Their additions are faster
+#: than turns from so many keys on. Fewer were not timed.
+#: Record: experiments/results/backward_designs_persistent.json.
+PERSISTENT_ROWS, LEAST_PERSISTENT_KEYS = 2048, 1024
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.
 _BLOCK_MASK_TILES = {

@@ -98,10 +98,10 @@ def attention_backward(
     deterministic : bool, optional
         True: the same bits on every run. False: blocks of keys add up dQ in float32 in memory, in
         any order. None: the faster form. dK and dV always have the same bits on every run. For
-        equal bits of dQ, blocks of the Hopper form add in turn. Up to head_dim 128 that is faster,
-        except for long sequences of head_dim up to 64 and causal heads that share keys. Past 128 it
-        is slower. Masks, biases, softcap, block masks and packed sequences need a separate kernel
-        for dQ there, with 7 matrix products in place of 5. So does every portable call.
+        equal bits of dQ, blocks of the Hopper form add in turn. Up to head_dim 128 that is faster
+        for short sequences alone, and not for causal heads that share keys. Past 128 it is slower.
+        Masks, biases, softcap, block masks and packed sequences need a separate kernel for dQ
+        there, with 7 matrix products in place of 5. So does every portable call.
     arch : str, optional
         Architecture to compile for; that of the device when omitted.
     backend : {"cuda", "mirror", "interpret"}, optional

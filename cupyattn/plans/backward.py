@@ -13,7 +13,7 @@ from cupyattn.arrays.operand import Operand, widest
 from cupyattn.compiler.modules import ModuleSpec
 from cupyattn.kernels.backward_tiles import SUMMED, bias_tiles
 from cupyattn.kernels.features import BIAS_KINDS, Features
-from cupyattn.kernels.limits import check_grid
+from cupyattn.kernels.limits import HOPPER_BLOCKS, check_grid
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.plans.assemble import attn_params, tensor_map_of
 from cupyattn.plans.records import Launch, Plan, Workspace
@@ -29,8 +29,8 @@ from cupyattn.plans.structs import (
 )
 from cupyattn.problem.backward_form import (
     NO_DQ,
-    SUMS_DQ,
     SUMS_DQ_IN_ORDER,
+    SUMS_DQ_PERSISTENT,
     BackwardKernel,
 )
 from cupyattn.problem.checks import AttentionSpec
@@ -124,7 +124,7 @@ def plan_backward(
     """
     call, form, dq_of_keys, kept_rows = kernel.call, kernel.form, kernel.dq, at.kept_rows
     features = features_of(call, widest(at.q, at.k, at.v, at.o, at.d_out, at.dq, at.dk, at.dv))
-    in_order = dq_of_keys == SUMS_DQ_IN_ORDER
+    in_order, persistent = (dq_of_keys == x for x in (SUMS_DQ_IN_ORDER, SUMS_DQ_PERSISTENT))
     row_blocks, (lists, rows), total = _padded_rows(call)
     gradients = {
         "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv",
@@ -135,7 +135,8 @@ def plan_backward(
         "kept_rows": "kept_rows" if kept_rows else None,
         "kept_rows_stride": kept_rows.row_strides if kept_rows else (0, 0, 0),
         "turns": "turns" if in_order else None,
-        "next_block": "next_block" if in_order else None, "all_keys": int(all_keys or given_sums),
+        "next_block": "next_block" if in_order or persistent else None,
+        "all_keys": int(all_keys or given_sums),
     }  # fmt: skip
     structs = (
         (ATTN_PARAMS, attn_params(call, at.q, at.k, at.v, at.o, at.mask, at.bias, at.kept_blocks)),
@@ -178,22 +179,26 @@ def plan_backward(
         boxes = -(-call.head_dim // SUM_COLUMNS)
         sums_tiles, sum_shape = Tiles(64, 1, 4 * boxes), (lists, rows, boxes * SUM_COLUMNS)
     key_blocks = -(-call.len_kv // keys_tiles.block_kv)
+    next_block = Workspace("next_block", (1,), "int32", zeros=True)
     if kernel.paired:
         launches += keys.launch("keys_pair", keys_tiles, 2 * key_blocks, heads_kv, dq=dq_of_keys)
+    elif persistent:
+        blocks = min(key_blocks * heads_kv, HOPPER_BLOCKS)
+        launches += keys.launch("keys", keys_tiles, blocks, dq=dq_of_keys)
+        workspace.append(next_block)
     else:
         launches += keys.launch("keys", keys_tiles, key_blocks, heads_kv, dq=dq_of_keys)
     if dq_of_keys == NO_DQ:
         row_tiles = -(-call.len_q // queries_tiles.block_q)
         launches += queries.launch("queries", queries_tiles, row_tiles, heads)
-    elif dq_of_keys == SUMS_DQ:
+    elif not in_order:
         row_tiles = -(-call.len_q // sums_tiles.block_q)
         launches += sums.launch("sums", sums_tiles, row_tiles, heads)
         workspace.append(Workspace("dQ_sum", sum_shape, "float32", zeros=True))
     else:  # the first block of keys writes sums, the last one stores dQ
         workspace.append(Workspace("dQ_sum", sum_shape, "float32"))
         counters = rows // SUM_ROWS * (2 if kernel.paired else 1)  # of each block of a pair
-        for name, shape in (("turns", (lists, counters)), ("next_block", (1,))):
-            workspace.append(Workspace(name, shape, "int32", zeros=True))
+        workspace += [Workspace("turns", (lists, counters), "int32", zeros=True), next_block]
     note = kernel.note
     if at.dbias is not None:
         launches += kernels.of_bias(at.dbias)
@@ -294,7 +299,7 @@ class _Kernels:
     ) -> tuple[Launch, ...]:
         """Return one launch, or none if there is no work.
 
-        `dq` is `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`, for kernels with ``CFG_DQ``.
+        `dq` is that of `BackwardKernel`, for kernels with ``CFG_DQ``.
         """
         shared = name in ("keys", "keys_pair", "queries", "bias")
         wide = name in ("keys", "queries") and bool(self.folder) and self.features.head_dim > SUMMED

@@ -11,6 +11,8 @@ from cupyattn.kernels import backward_tiles as known
 from cupyattn.kernels.backward_tiles import (
     IN_ORDER_KEYS,
     IN_ORDER_KEYS_PAST_64,
+    LEAST_PERSISTENT_KEYS,
+    PERSISTENT_ROWS,
     SUMMED,
     backward_tiles,
     hopper_backward_tiles,
@@ -23,7 +25,7 @@ from cupyattn.problem.settings import check_switch
 from cupyattn.problem.support import Support, obstacle_of_places, reach
 
 #: Values of ``CFG_DQ``: how ``backward_keys.cu`` computes dQ.
-NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER = range(3)
+NO_DQ, SUMS_DQ, SUMS_DQ_IN_ORDER, SUMS_DQ_PERSISTENT = range(4)
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class BackwardKernel:
         ``"sm90_deterministic"`` are the Hopper forms. The latter adds up dQ in one order. Past
         head_dim 128, blocks run in pairs, except in calls of `NO_DQ`.
     dq : int
-        How ``backward_keys.cu`` computes dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`.
+        How ``backward_keys.cu`` computes dQ: `NO_DQ`, `SUMS_DQ` or `SUMS_DQ_IN_ORDER`. With
+        `SUMS_DQ_PERSISTENT` it computes `SUMS_DQ` in thread blocks that take many blocks of keys.
     keys_tiles, queries_tiles : Tiles
         Tiles of the kernel whose blocks own keys, and of the kernel whose blocks own query rows.
     note : str
@@ -152,7 +155,7 @@ def _hopper_form(call: AttentionSpec, deterministic: bool | None) -> tuple[str, 
         return "sm90_deterministic", NO_DQ
     if deterministic or (deterministic is None and order_is_faster(call)):
         return "sm90_deterministic", SUMS_DQ_IN_ORDER
-    return "sm90_atomic", SUMS_DQ
+    return "sm90_atomic", SUMS_DQ_PERSISTENT if persistent_is_faster(call) else SUMS_DQ
 
 
 def pairs_take(call: AttentionSpec) -> bool:
@@ -167,7 +170,16 @@ def order_is_faster(call: AttentionSpec) -> bool:
         return False
     if call.head_dim > 64:
         return call.causal and call.len_kv <= IN_ORDER_KEYS_PAST_64
+    if persistent_is_faster(call):
+        return call.len_kv < LEAST_PERSISTENT_KEYS
     return (call.len_kv // 2 if call.causal else call.len_kv) <= IN_ORDER_KEYS
+
+
+def persistent_is_faster(call: AttentionSpec) -> bool:
+    """Return whether atomic additions are faster in thread blocks that take many blocks of keys."""
+    rows = call.len_q * call.heads // call.heads_kv
+    few = (rows // 2 if call.causal else rows) <= PERSISTENT_ROWS
+    return call.head_dim <= 64 and pairs_take(call) and few
 
 
 def backward_support(

@@ -251,9 +251,10 @@ constexpr bool KEY_SUMS = CFG_KEY_SUMS;  // keys that are weighed are summed for
 constexpr int QK_BITS = CFG_QK_BITS;     // of a code of Q or K, which takes a byte all the same
 
 // gradients
-constexpr bool SUMS_DQ = CFG_DQ != 0;  // blocks of keys add up dQ in memory
-constexpr bool ORDERED = CFG_DQ == 2;  // in one order on every run
-constexpr bool D_LSE = CFG_D_LSE;      // lse has a gradient, too
+constexpr bool SUMS_DQ = CFG_DQ != 0;     // blocks of keys add up dQ in memory
+constexpr bool ORDERED = CFG_DQ == 2;     // in one order on every run
+constexpr bool PERSISTENT = CFG_DQ == 3;  // in any order; a thread block takes many of them
+constexpr bool D_LSE = CFG_D_LSE;         // lse has a gradient, too
 // Rows have keys on other ranks. backward_coarse.cu returns M and sums over the keys here.
 // backward_delta.cu receives M and factors over all keys.
 constexpr bool PART_SUMS = CFG_PART_SUMS;

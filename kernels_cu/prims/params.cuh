@@ -174,7 +174,8 @@ struct BackwardParams {
   Strides kept_rows_stride;  // len: from one block of keys to the next
   int32_t* turns;  // [batch, heads, rows / 64], zero beforehand: blocks of keys that have added
                    // to dQ_sum; not read unless ORDERED
-  int32_t* next_block;  // [1], zero beforehand: blocks that have begun; not read unless ORDERED
+  int32_t* next_block;  // [1], zero beforehand: blocks of keys that have begun; not read unless
+                        // ORDERED or PERSISTENT
   int32_t all_keys;     // 0: a row may have keys elsewhere, and lse is taken as it is
 };
 

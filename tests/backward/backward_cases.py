@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +13,7 @@ import numpy as np
 from cupyattn import attention_backward, attention_varlen, attention_varlen_backward
 from cupyattn.arrays.kinds import STORAGE
 from cupyattn.gradients import GradientReport, Gradients, GradientsWithBias, judge_backward
+from cupyattn.plans import backward as plans
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.row_preparation import BUFFERS_OF, OPTIONS, Preparation
 from cupyattn.problem.settings import Settings
@@ -30,6 +32,8 @@ from tests.support.runs import (
 
 #: Arguments of `cupyattn.attention_backward`: d_out, q, k, v, out, lse.
 Received = tuple[Any, Any, Any, Any, Any, Any]
+#: Row i attends to keys up to i.
+TOP_LEFT = {"causal": True, "causal_align": "top-left"}
 #: Values by the option of `attention_backward`.
 FORMS = {"atomic": False, "deterministic": True}
 #: The same of Hopper, where these are compiled for it.
@@ -150,6 +154,25 @@ def revealing_backward(head_dim: int = 32) -> Iterator[tuple[Received, dict[str,
     )
     for options in some:
         yield received(q, k, v, **options), options
+
+
+@contextlib.contextmanager
+def two_persistent_blocks() -> Iterator[None]:
+    """Let two thread blocks take all blocks of keys of a call, whose shape no other test may have:
+    plans are kept."""
+    every = plans.HOPPER_BLOCKS
+    plans.HOPPER_BLOCKS = 2
+    try:
+        yield
+    finally:
+        plans.HOPPER_BLOCKS = every
+
+
+def persistent_backward() -> BackwardRun:
+    """Run blocks that take more keys than they have stages. The last keys have no rows."""
+    inputs = received(*normal((1, 4, 260, 64), (1, 2, 530, 64)), **TOP_LEFT)
+    with two_persistent_blocks():
+        return run_backward(inputs, **interpreted_as("sm90_atomic"), **TOP_LEFT)
 
 
 def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:

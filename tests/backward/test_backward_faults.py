@@ -16,6 +16,7 @@ from tests.backward.backward_cases import (
     BackwardRun,
     file_of,
     interpreted_as,
+    persistent_backward,
     received,
     revealing_of,
     run_backward,
@@ -52,6 +53,9 @@ def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:
     how = interpreted_as(form)
     if fault.shown_by == "varlen":
         yield from run_packed_backward(((5, 9), (70, 140), (40, 20)), **how)
+        return
+    if fault.shown_by == "persistent":
+        yield persistent_backward()
         return
     if fault.shown_by.startswith("schedule "):  # over many steps, with a warp that falls behind
         with schedule(int(fault.shown_by.removeprefix("schedule "))):

@@ -92,6 +92,13 @@ __device__ __forceinline__ void normalise(float (&S_acc)[BLOCK_Q / 2], const flo
 
 // ---- gradients --------------------------------------------------------------------------------
 
+// Stores 16 bytes at once. The compiler had split every other ordinary store of them into four.
+__device__ __forceinline__ void st_global_v4(void* global, const uint32_t (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(global), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // Columns from `col` on of the rows `row` and row + 8, times `scale`, 16 bytes at a time.
 template <int COUNT, typename T>
 __device__ __forceinline__ void store_gradient(
@@ -109,8 +116,13 @@ __device__ __forceinline__ void store_gradient(
         x[j] = pack_rn<T>(pair[0] * scale, pair[1] * scale);  // R12
       }
       shfl_transpose(x);
-      if (row + h * 8 < rows_valid)
-        store_columns(rows + (row + h * 8) * stride, col + (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
+      if (row + h * 8 >= rows_valid) continue;
+      T* columns = rows + (row + h * 8) * stride;
+      if constexpr (HEAD_DIM % 8 == 0) {
+        if (col + (n + t) * 8 + 8 <= HEAD_DIM) st_global_v4(columns + col + (n + t) * 8, x);
+      } else {
+        store_columns(columns, col + (n + t) * 8, {{x[0], x[1], x[2], x[3]}});
+      }
     }
 }
 
