@@ -18,7 +18,6 @@ from cupyattn.compiler import devices
 from cupyattn.compiler import modules as kc
 from cupyattn.gradients import Gradients
 from cupyattn.kernels.backward_tiles import SUMMED
-from cupyattn.kernels.limits import HOPPER_BLOCKS
 from cupyattn.plans.backward import BackwardOperands, plan_backward
 from cupyattn.problem.backward_form import settle_backward
 from cupyattn.problem.block_mask import BlockMask
@@ -29,7 +28,6 @@ from tests.backward.backward_cases import (
     BackwardRun,
     admitting,
     interpreted_as,
-    persistent_backward,
     received,
     revealing_hopper_backward,
     revealing_wide_backward,
@@ -263,25 +261,6 @@ def test_where_no_form_is_asked_for_the_faster_one_is_taken(
     assert hopper_plan(call, deterministic=None).form == form
 
 
-@pytest.mark.parametrize(
-    ("features", "len_q", "heads_kv", "blocks"),
-    [
-        ({}, 2048, 4, HOPPER_BLOCKS), ({}, 2049, 4, 17 * 4 * 5),
-        ({"causal": True}, 4096, 4, HOPPER_BLOCKS), ({"causal": True}, 4096, 2, 32 * 2 * 5),
-        ({"softcap": 2.0}, 1024, 4, 8 * 4 * 5),
-    ],
-)  # fmt: skip
-def test_blocks_of_keys_with_few_rows_share_persistent_thread_blocks(
-    features: dict[str, Any], len_q: int, heads_kv: int, blocks: int
-) -> None:
-    call = replace(call_of(len_q, len_q, 64, **features), heads_kv=heads_kv, batch=5)
-    plan = hopper_plan(call)
-    (keys,) = (x for x in plan.launches if x.entry == "backward_keys")
-    assert keys.grid == blocks
-    counter = {"next_block"} if blocks == HOPPER_BLOCKS else set()
-    assert {"next_block", "turns"} & {x.name for x in plan.workspace} == counter
-
-
 def test_causal_heads_that_share_keys_take_additions() -> None:
     shared = call_of(2048, 1024, 128, causal=True)
     calls = {"shared": shared, "own": replace(shared, heads_kv=shared.heads)}
@@ -296,10 +275,6 @@ def test_sums_are_no_more_memory_than_a_tile_and_a_box_round_up_to() -> None:
 
 
 # ---- in the interpreter --------------------------------------------------------------------------
-
-
-def test_gradients_of_persistent_blocks_are_within_their_bound() -> None:
-    persistent_backward().check()
 
 
 def test_gradients_of_fewer_rows_are_within_their_bound() -> None:

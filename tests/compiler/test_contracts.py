@@ -252,6 +252,7 @@ BROKEN = [
         {"BIAS": 1, "BIAS_KIND": 3},
         "a bias has a number for every key",
     ),
+    ("backward/sm90/backward_keys.cu", {"DQ": 3, "SOFTCAP": 1}, "a persistent block is for plain"),
     (
         "backward/sm90/backward_keys.cu",
         {"BLOCK_KV": 64},

@@ -1,0 +1,36 @@
+"""Thread blocks of the Hopper form of the backward pass that take many blocks of keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cupyattn.kernels.limits import HOPPER_BLOCKS
+from tests.backward.backward_cases import persistent_backward
+from tests.backward.test_backward_hopper import hopper_plan
+from tests.backward.test_backward_kernels import call_of
+
+
+@pytest.mark.parametrize(
+    ("features", "len_q", "heads_kv", "blocks"),
+    [
+        ({}, 2048, 4, HOPPER_BLOCKS), ({}, 2049, 4, 17 * 4 * 5),
+        ({"causal": True}, 4096, 4, HOPPER_BLOCKS), ({"causal": True}, 4096, 2, 32 * 2 * 5),
+        ({"softcap": 2.0}, 1024, 4, 8 * 4 * 5),
+    ],
+)  # fmt: skip
+def test_blocks_of_keys_with_few_rows_share_persistent_thread_blocks(
+    features: dict[str, Any], len_q: int, heads_kv: int, blocks: int
+) -> None:
+    call = replace(call_of(len_q, len_q, 64, **features), heads_kv=heads_kv, batch=5)
+    plan = hopper_plan(call)
+    (keys,) = (x for x in plan.launches if x.entry == "backward_keys")
+    assert keys.grid == blocks
+    counter = {"next_block"} if blocks == HOPPER_BLOCKS else set()
+    assert {"next_block", "turns"} & {x.name for x in plan.workspace} == counter
+
+
+def test_gradients_of_persistent_blocks_are_within_their_bound() -> None:
+    persistent_backward().check()
