@@ -34,8 +34,8 @@ IN_ORDER_KEYS, IN_ORDER_KEYS_PAST_64 = 1024, 4095
 #: Up to head_dim 64, persistent thread blocks take the blocks of keys of plain calls, if these step
 #: over few rows. This many is the most, which a causal mask doubles. Their additions are faster
 #: than turns from so many keys on. Fewer were not timed.
-#: Record: experiments/results/backward_designs_persistent.json.
-PERSISTENT_ROWS, LEAST_PERSISTENT_KEYS = 2048, 1024
+#: Records: experiments/results/backward_designs_persistent.json and ``_lengths``.
+PERSISTENT_ROWS, LEAST_PERSISTENT_KEYS = 4096, 512
 
 #: Tiles of the portable kernels for block masks: they divide blocks of 64 rows or keys.
 _BLOCK_MASK_TILES = {

@@ -16,8 +16,8 @@ from tests.backward.test_backward_kernels import call_of
 @pytest.mark.parametrize(
     ("features", "len_q", "heads_kv", "blocks"),
     [
-        ({}, 2048, 4, HOPPER_BLOCKS), ({}, 2049, 4, 17 * 4 * 5),
-        ({"causal": True}, 4096, 4, HOPPER_BLOCKS), ({"causal": True}, 4096, 2, 32 * 2 * 5),
+        ({}, 4096, 4, HOPPER_BLOCKS), ({}, 4097, 4, 33 * 4 * 5),
+        ({"causal": True}, 8192, 4, HOPPER_BLOCKS), ({"causal": True}, 8192, 2, 64 * 2 * 5),
         ({"softcap": 2.0}, 1024, 4, 8 * 4 * 5),
     ],
 )  # fmt: skip

@@ -39,8 +39,8 @@ constexpr bool CHANGED_SCORES = SOFTCAP || ((MASK || BIAS) && BLOCK_Q == 64);
 // The tensor core subtracts dP from Delta. With a mask or BLOCK_Q 128 Delta spilled during S.
 constexpr bool FROM_DELTA = BLOCK_Q == 64 && !MASK;
 constexpr int KV_STAGES = PERSISTENT ? 2 : 1;
-constexpr int PRODUCER_REGISTERS = 24;
-constexpr int CONSUMER_REGISTERS = 240;
+constexpr int PRODUCER_REGISTERS = PERSISTENT ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = PERSISTENT ? 232 : 240;
 
 struct SharedStorage {
   alignas(1024) elem_t K[KV_STAGES][BOXES][BLOCK_KV * BOX_COLS];
