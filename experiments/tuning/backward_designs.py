@@ -1,15 +1,16 @@
 """Which other design of the Hopper backward kernels would be faster, and what do its parts cost?
 
 Varies       the design: the patches in experiments/tuning/designs, of backward_keys.cu at 40 heads
-             of 128 and of backward_keys_pair.cu at 16 heads of 256; length, causal or not
+             of 128 and of backward_keys_pair.cu at 16 heads of 256; length, causal or not; with
+             --grouped 32 heads of 128 over 8 of K and V, 16 of 256 over 2
 Holds fixed  16,384 tokens or one entry of batch, bfloat16, N(0, 1), all heads the same
 Measures     spills; J2 of one head, and whether all heads have its bits of dK and dV; time, TFLOP/s
              and, in the same rounds, the ratio to the form that calls take; with --joules joules
 Expect       the pair at 1.2 times the seven products of two kernels; a design of backward_keys.cu
              that spends less energy, at the limit of power
 Run          python -m experiments.tuning.backward_designs [--quick] [--designs NAME ...]
-             [--trees FOLDER[:FORM] ...] [--cells 256:16384 ...] [--joules] [--seconds 2]
-             [--turns 2] [--json FILE]
+             [--trees FOLDER[:FORM] ...] [--cells 256:16384 ...] [--grouped] [--joules]
+             [--seconds 2] [--turns 2] [--json FILE]
 
 A patch begins with its change, the form of calls that run it, and whether gradients stay right.
 Where they do not, a part is left out, and the time alone says something. A design that hangs is the
@@ -150,7 +151,7 @@ def designs(names: Sequence[str] = (), trees: Sequence[str] = ()) -> list[Design
 
 def received(problem: Problem, *, on_device: bool) -> dict[str, Any]:
     """Return the arrays of a backward pass by buffer: one head is drawn, and the others are it."""
-    q, k, v = replace(problem, batch=1, heads=1).host()
+    q, k, v = replace(problem, batch=1, heads=1, heads_kv=None).host()
     rng = np.random.default_rng(problem.seed + 1)
     d_out = rng.standard_normal(q.shape, np.float32).astype(q.dtype)
     arrays = {"d_out": d_out, "q": q, "k": k, "v": v}
@@ -162,9 +163,11 @@ def received(problem: Problem, *, on_device: bool) -> dict[str, Any]:
     rows = (arrays[n] for n in "qkv")
     # NOTE: of the one head. Of all, some tiles are cut at other keys, and their last bits differ.
     out, lse = ca.attention(*rows, variant="fa_tc", causal=problem.causal, return_lse=True)
-    shape = problem.batch, problem.heads
+    heads = dict.fromkeys("kv", problem.key_heads)
     return {
-        n: xp.ascontiguousarray(xp.broadcast_to(x, (*shape, *x.shape[2:])))
+        n: xp.ascontiguousarray(
+            xp.broadcast_to(x, (problem.batch, heads.get(n, problem.heads), *x.shape[2:]))
+        )
         for n, x in (arrays | {"o": out, "lse": lse}).items()
     }
 
@@ -299,11 +302,17 @@ def run(args: argparse.Namespace) -> int:
     content = {"rounds": 0 if args.quick else args.rounds, "problems": found}
     for text in args.cells:
         cell = replace(parse_cell(text, args.seed), dtype="bfloat16")
-        if cell.head_dim not in HEADS:
-            raise ValueError(f"--cells: head_dim must be one of {list(HEADS)}, got {text!r}")
-        heads = 1 if args.quick else HEADS[cell.head_dim]
+        known = [x[0] for x in backward.GROUPED] if args.grouped else [*HEADS]
+        if cell.head_dim not in known:
+            raise ValueError(f"--cells: head_dim must be one of {known}, got {text!r}")
+        heads, heads_kv = HEADS[cell.head_dim], None
+        if args.grouped:
+            _, heads, heads_kv = next(x for x in backward.GROUPED if x[0] == cell.head_dim)
+        if args.quick:
+            heads, heads_kv = (1, None) if heads_kv is None else (heads // heads_kv, 1)
         length = recording.quick_length(args, cell.length)
-        problem = replace(cell, heads=heads, length=length, batch=1 if args.quick else cell.batch)
+        batch = 1 if args.quick else cell.batch
+        problem = replace(cell, heads=heads, heads_kv=heads_kv, length=length, batch=batch)
         with tempfile.TemporaryDirectory(prefix="cupyattn-designs-") as folder:
             found.append(measure(problem, args, Path(folder)))
         report(found[-1])
@@ -317,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", default=list(CELLS), metavar="CELL")
     parser.add_argument("--designs", nargs="+", default=[], metavar="NAME", help="these alone")
     parser.add_argument("--trees", nargs="+", default=[], metavar="FOLDER[:FORM]")
+    parser.add_argument("--grouped", action="store_true", help="heads that share keys")
     parser.add_argument("--joules", action="store_true", help="count the energy of each")
     parser.add_argument(
         "--seconds", type=float, default=joules.LEAST_SECONDS, help="of each window of --joules"
