@@ -5,7 +5,7 @@ Attention normalises and rotates rows as it quantises them, or in one pass (`qk_
 nothing else reads the intermediate results. It computes them in float32, without the roundings of
 the model in between. Parts of q may be rotated by tables of their own before they are concatenated.
 Two parts, text and image of joint attention, may also have norms with weights of their own.
-A norm of all heads stays if no codes are made: a pass of its own would read the rows twice.
+A norm of all heads stays if no codes are made, since a separate pass would read the rows twice.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _found(attention: Node) -> tuple[_Rows, _Rows] | None:
 
 
 def _quantises(attention: Node) -> bool:
-    """Whether attention makes codes of q and k; true where that depends on lengths to come."""
+    """Whether attention makes codes of q and k; taken for granted where lengths are symbols."""
     own = SCHEMA.settings(attention.args).of_call
     if own.variant != "auto" or own.quant is not None:
         return own.variant in ("auto", "fa_int8")
