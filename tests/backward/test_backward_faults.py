@@ -46,7 +46,7 @@ def test_there_are_faults_for_all_forms_and_every_kernel() -> None:
 
 
 #: Names of faults whose inputs take long in the interpreter.
-LONG = re.compile("_wide_|bias|_turn_")
+LONG = re.compile("_wide_|bias|_turn_|_masked_")
 
 
 def interpreted(fault: Fault, form: str) -> Iterator[BackwardRun]:

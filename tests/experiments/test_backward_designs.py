@@ -126,8 +126,8 @@ def test_trees_run_instead_of_patches(tmp_path: Path) -> None:
         assert one.takes(128) and one.takes(256)
         with one.in_place(tmp_path / "patched"):
             assert folder == compiler.KERNELS
-    named = experiment.designs(["keys_dV_early"], [str(folder)])
-    assert [one.name for one in named] == ["taken", "keys_dV_early", "leaner"]
+    named = experiment.designs(["keys_longest_first"], [str(folder)])
+    assert [one.name for one in named] == ["taken", "keys_longest_first", "leaner"]
 
 
 @pytest.mark.parametrize("text", ["missing", "{}:sm80"])

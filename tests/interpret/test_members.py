@@ -87,9 +87,9 @@ EXPECTED = {
     "backward/sm90/backward_keys.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "dS": "float16",
         "row_M": "float32", "delta": "float32", "coarse": "int32", "KV_full": "uint64",
-        "full": "uint64", "empty": "uint64", "dS_full": "uint64", "dS_empty": "uint64",
-        "turn": "uint64", "added": "uint64", "passed": "uint64", "turn_at": "uint8",
-        "index": "int32",
+        "KV_empty": "uint64", "full": "uint64", "empty": "uint64", "dS_full": "uint64",
+        "dS_empty": "uint64", "turn": "uint64", "added": "uint64", "passed": "uint64",
+        "turn_at": "uint8", "index": "int32",
     },
     "backward/sm90/backward_keys_wide.cu": {
         "K": "float16", "V": "float16", "Q": "float16", "dO": "float16", "P": "float16",

@@ -129,7 +129,7 @@ def test_a_team_may_take_several_rows(name: str, steps: int) -> None:
     assert_bits(*in_several_steps(CASES[name], steps))
 
 
-@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (15, 1), (402, 6), (9, 9)])
+@pytest.mark.parametrize(("rows", "groups"), [(12, 3), (15, 1), (9, 9), *slow_rows([(402, 6)])])
 @pytest.mark.parametrize(
     "name",
     ["rotated by 256", "rotated, factors of a block", "rotated, six warps",
