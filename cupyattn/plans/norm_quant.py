@@ -241,7 +241,7 @@ class _Rows(NamedTuple):
     team : Team
     rotated : bool
     rows, together : int
-        All rows, and those of a group: a block has rows of one group.
+        Number of rows in all, and in a group. A block has rows of one group.
     factors : {"", "block", "row"}
         Whether all rows of a block share factors, or each row has its own; "": there are none.
     itemsize, access_bytes : int

@@ -17,6 +17,7 @@ from cupyattn.compiler.target import check_backend
 from cupyattn.errors import shown
 from cupyattn.interop.handle import uncompiled
 from cupyattn.interop.selection import Patterns, Selection
+from cupyattn.interop.torch.bridge import device_capability
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers
 from cupyattn.interop.torch.compiling import COMPILED, Compiled
 from cupyattn.interop.torch.models import ONE_OF_BOTH, Replacement
@@ -164,11 +165,8 @@ def part_of(prefix: str, model: nn.Module) -> Part:
     where = device_of_hooks(model) or next(
         (p.device for p in model.parameters()), torch.device("cpu")
     )
-    capability = None
-    if where.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(where)
-        capability = 10 * major + minor
-    return Part(prefix, model, known if known and known.capability == capability else None)
+    measured = known is not None and known.capability == device_capability(where)
+    return Part(prefix, model, known if measured else None)
 
 
 def codes_of(

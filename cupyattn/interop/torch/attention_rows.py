@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from cupyattn.compiler.architectures import capability_of
+from cupyattn.interop.torch.bridge import device_capability
 from cupyattn.interop.torch.concatenations import concatenated, whole_of
 from cupyattn.interop.torch.graph_nodes import (
     are_alone,
@@ -136,8 +137,9 @@ def _found(attention: Node) -> tuple[_Rows, _Rows] | None:
     both = _pair(map(_normed, found))
     if both is not None and both[0].norm_kind != both[1].norm_kind:
         both = None
-    if both is not None and both[0].split is not None and rotated is None:
-        both = both if _quantises(attention) else None  # Inductor reads all heads of a token once
+    of_all_heads = both is not None and both[0].split is not None
+    if of_all_heads and rotated is None and not _quantises(attention):
+        both = None  # Inductor reads all heads of a token once
     for rows in (both, rotated):
         if rows is not None and all(map(_can_be_read, rows, ends)) and _are_alone(ends, rows):
             return rows
@@ -153,12 +155,7 @@ def _quantises(attention: Node) -> bool:
     (_, _, len_q, head_dim), len_kv = q.shape, k.shape[_POSITIONS]
     if not isinstance(len_q, int) or not isinstance(len_kv, int):
         return True
-    capability = None
-    if own.arch is not None:
-        capability = capability_of(own.arch)
-    elif q.device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(q.device)
-        capability = 10 * major + minor
+    capability = device_capability(q.device) if own.arch is None else capability_of(own.arch)
     dtype = str(q.dtype).removeprefix("torch.")
     choice = choose(own.accuracy, dtype, head_dim, len_kv, own.causal, capability, len_q)
     return choice.variant == "fa_int8"

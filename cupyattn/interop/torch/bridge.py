@@ -287,6 +287,14 @@ def _described(
     return Described(name, tuple(shape), in_bytes, own, *place)
 
 
+def device_capability(device: torch.device) -> int | None:
+    """Return the compute capability of a device times ten; None if it is no CUDA device."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(10 * major + minor)
+
+
 def dtype_of(name: str, dtype: torch.dtype) -> np.dtype[Any]:
     """Return the array type that corresponds to a tensor type.
 

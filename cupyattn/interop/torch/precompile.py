@@ -16,7 +16,7 @@ from cupyattn.compiler import ahead
 from cupyattn.compiler.modules import ModuleSpec, architecture
 from cupyattn.compiler.target import HOPPER_CAPABILITY
 from cupyattn.errors import UnsupportedError
-from cupyattn.interop.torch.bridge import dtype_of
+from cupyattn.interop.torch.bridge import device_capability, dtype_of
 from cupyattn.interop.torch.linear_parts import named
 from cupyattn.ops.layers import LAYERS, LayersSettings, steps_before
 from cupyattn.ops.norm_quant import NormQuantSettings
@@ -55,9 +55,8 @@ def begin(
         return
     if not torch.cuda.is_available():
         return
-    major, minor = torch.cuda.get_device_capability(x.device)
     forms = tuple((name, tuple(one.shape), one.dtype) for name, one in tensors.items())
-    _begin(forms, tuple(activations), arch, 10 * major + minor, before)
+    _begin(forms, tuple(activations), arch, device_capability(x.device), before)
 
 
 @functools.lru_cache(maxsize=1024)
