@@ -27,10 +27,11 @@ SUMMED = 128
 #: Tiles of ``backward_keys_pair.cu`` past that: the keys are of two blocks, half of them each.
 PAIR_TILES = Tiles(64, 128, 12, 2)
 #: Up to so many keys, blocks that add to dQ in turn are faster than atomic additions: up to
-#: head_dim 64, and past it. Up to 64, a causal mask doubles the limit; past 64 only calls with such
-#: a mask take turns. Where heads share keys under it, blocks wait at each head, and additions are
-#: faster. Records: experiments/results/backward.json and backward_designs_lean.json.
-IN_ORDER_KEYS, IN_ORDER_KEYS_PAST_64 = 1024, 4095
+#: head_dim 64, up to 128, and past it, where they are pairs. Up to 64, a causal mask doubles the
+#: limit; past 64 only calls with such a mask take turns. Where heads share keys under it, blocks
+#: wait at each head, and additions are faster.
+#: Records: experiments/results/backward.json and backward_designs_lean.json.
+IN_ORDER_KEYS, IN_ORDER_KEYS_PAST_64, IN_ORDER_KEYS_OF_PAIRS = 1024, 4095, 4096
 #: Up to head_dim 64, persistent thread blocks take the blocks of keys of plain calls, if these step
 #: over few rows. This many is the most, which a causal mask doubles. Their additions are faster
 #: than turns from so many keys on. Fewer were not timed.

@@ -10,6 +10,7 @@ from cupyattn.arrays.operand import Operand
 from cupyattn.kernels import backward_tiles as known
 from cupyattn.kernels.backward_tiles import (
     IN_ORDER_KEYS,
+    IN_ORDER_KEYS_OF_PAIRS,
     IN_ORDER_KEYS_PAST_64,
     LEAST_PERSISTENT_KEYS,
     PERSISTENT_ROWS,
@@ -166,10 +167,12 @@ def pairs_take(call: AttentionSpec) -> bool:
 
 def order_is_faster(call: AttentionSpec) -> bool:
     """Return whether blocks of keys that take turns at dQ are faster than atomic additions."""
-    if call.head_dim > SUMMED or (call.causal and call.heads != call.heads_kv):
+    if call.causal and call.heads != call.heads_kv:
         return False
     if call.head_dim > 64:
-        return call.causal and call.len_kv <= IN_ORDER_KEYS_PAST_64
+        paired = call.head_dim > SUMMED
+        most = IN_ORDER_KEYS_OF_PAIRS if paired else IN_ORDER_KEYS_PAST_64
+        return call.causal and call.len_kv <= most
     if persistent_is_faster(call):
         return call.len_kv < LEAST_PERSISTENT_KEYS
     return (call.len_kv // 2 if call.causal else call.len_kv) <= IN_ORDER_KEYS

@@ -8,7 +8,7 @@ Measures     J2; joules per call by NVML's counter, idle power included and take
              --backward: the same of both forms of gradients, torch's backends and FlashAttention-4,
              at head_dim 64, 128, 256 and Wan's shapes
 Run          python -m experiments.speed.energy [--quick] [--seconds 2] [--json FILE]
-             [--backward] [--turns 3]
+             [--backward] [--turns 3] [--only TEXT]
 
 A window lasts at least --seconds, which must be 2 or more, and begins and ends where the counter is
 renewed. There is one window a cell and one at rest before them. The record is rewritten after each,
@@ -145,6 +145,8 @@ def run_backward(args: argparse.Namespace) -> int:
     args.joules = True
     record: dict[str, Any] = {"problems": []}
     for problem in backward_problems(args):
+        if args.only not in problem.name:
+            continue
         content["problems"].append(backward.measure(problem, args))
         where = "mirror" if args.quick else "cuda"
         record = recording.keep(args, "energy_backward", where, content)
@@ -173,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--backward", action="store_true", help="of the gradients")
     parser.add_argument("--turns", type=int, default=3, help="windows of each backward pass")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="gradients of problems whose name holds it"
+    )
     return recording.main(run, parser.parse_args(argv))
 
 

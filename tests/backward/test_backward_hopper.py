@@ -251,6 +251,7 @@ def test_explain_names_the_form() -> None:
         (40, 511, True, "sm90_deterministic"), (40, 512, True, "sm90_atomic"),
         (72, 4095, True, "sm90_deterministic"), (72, 4096, True, "sm90_atomic"),
         (128, 1024, False, "sm90_atomic"),
+        (256, 4096, True, "sm90_deterministic"), (256, 4097, True, "sm90_atomic"),
         (256, 50, False, "sm90_atomic"),
     ],
 )  # fmt: skip

@@ -45,7 +45,7 @@ def test_two_blocks_share_the_keys_of_a_tile(form: str) -> None:
     assert counters == ({"turns": (4, 2 * 4)} if in_order else {})  # heads, blocks x tiles of rows
 
 
-def test_calls_take_additions_unless_the_same_bits_are_asked_for() -> None:
+def test_calls_without_a_mask_take_additions_unless_the_same_bits_are_asked_for() -> None:
     plan = hopper_plan(call_of(200, 300, 256), deterministic=None)
     assert plan.form == "sm90_atomic"
 
