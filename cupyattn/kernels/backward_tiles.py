@@ -26,8 +26,8 @@ HOPPER_TILES = {
 SUMMED = 128
 #: Tiles of ``backward_keys_pair.cu`` past that: the keys are of two blocks, half of them each.
 PAIR_TILES = Tiles(64, 128, 12, 2)
-#: Up to so many keys, blocks that add to dQ in turn are faster than atomic additions: up to
-#: head_dim 64, up to 128, and past it, where they are pairs. Up to 64, a causal mask doubles the
+#: Up to so many keys, blocks that add to dQ in turn are faster than atomic additions. The numbers
+#: are of head_dim up to 64, up to 128, and of pairs past it. Up to 64, a causal mask doubles the
 #: limit; past 64 only calls with such a mask take turns. Where heads share keys under it, blocks
 #: wait at each head, and additions are faster.
 #: Records: experiments/results/backward.json and backward_designs_lean.json.
