@@ -20,6 +20,7 @@ from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.distributed.ring import circulate, differentiate
 from cupyattn.gradients.exact import Gradients, coarse_rows
+from cupyattn.ops.backward import check_received
 from cupyattn.ops.part_sums import added_sums, all_keys_sums
 from cupyattn.plans.backward import GIVEN_SUMS
 from cupyattn.problem.attention import AttentionProblem
@@ -207,7 +208,9 @@ def _take(described: AttentionProblem, arrays: Mapping[str, Any]) -> dict[str, A
     found = {n: interchange.take(n, arrays[n])[0] for n in received if n in arrays}
     q, k, v = described.rows.values()
     check_together(q=q, **{name: Described.of(name, x) for name, x in found.items()})
-    if "cu_seqlens_q" in arrays:
+    packed = "cu_seqlens_q" in arrays
+    check_received(described, found, packed=packed)
+    if packed:
         found = {n: a[None] if n in _OF_LSE else one_entry(n, a) for n, a in found.items()}
     layout = described.settings.layout
     found = {n: a if n in _OF_LSE else to_bhsd(a, layout) for n, a in found.items()}

@@ -455,6 +455,28 @@ def _shape(x: Any, layout: str, packed: bool, turned: bool) -> tuple[int, ...]:
     return shape[1:] if packed and not turned else shape
 
 
+def check_received(forward: AttentionProblem, received: Mapping[str, Any], *, packed: bool) -> None:
+    """Raise ValueError for results and gradients whose shapes do not match q, all as given.
+
+    Parameters
+    ----------
+    forward : AttentionProblem
+    received : mapping of str to array or Described
+        d_out, out and lse, and a given d_lse.
+    packed : bool
+        Whether the arrays are packed sequences, without an axis for the batch.
+    """
+    q = forward.rows["q"]
+    shape = tuple(to_bhsd(q, forward.settings.layout).shape)[packed:]
+    for name, x in received.items():
+        want = shape if name in ("d_out", "out") else tuple(q.shape[packed:3])
+        if tuple(x.shape) != want:
+            raise ValueError(
+                f"{name} must have shape {want}, to go with q.shape={shape}, got "
+                f"{name}.shape={tuple(x.shape)}"
+            )
+
+
 def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[str, Described]:
     """Return d_out, out, lse and d_lse by buffer, checked against q; layout BHSD."""
     call, layout = forward.call, forward.settings.layout
@@ -463,7 +485,9 @@ def _take(forward: AttentionProblem, arrays: Mapping[str, Described]) -> dict[st
             "the backward pass takes no lengths_q or lengths_kv: give mask=, or pack the "
             "entries for attention_varlen_backward"
         )
-    taken = {n: x if call.packed is None else x.front() for n, x in arrays.items()}
+    packed, given = call.packed is not None, {"out" if n == "o" else n: arrays[n] for n in arrays}
+    check_received(forward, given, packed=packed)
+    taken = {n: x.front() if packed else x for n, x in arrays.items()}
     for name in ("d_out", "o"):
         taken[name] = to_bhsd(taken[name], layout).with_whole_rows()
     q, k, v = forward.rows.values()

@@ -81,7 +81,8 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_bias(
     const Shared columns(bias.keys, key0, BLOCK_KV, p.len_kv);
 #pragma unroll 1
     for (int64_t head = heads.begin; head < heads.end; ++head) {
-      const int64_t head_kv = head / (p.heads / p.heads_kv);
+      // NOTE: the compiler divides heads / heads_kv before the loop, also without heads.
+      const int64_t head_kv = head * p.heads_kv / p.heads;
       const elem_t* Q = static_cast<const elem_t*>(p.Q)  // [len_q, HEAD_DIM]
                         + batch * p.Q_stride.batch + head * p.Q_stride.head;
       const elem_t* dO = static_cast<const elem_t*>(grad.dO)  // [len_q, HEAD_DIM]

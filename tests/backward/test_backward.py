@@ -404,8 +404,15 @@ def test_packed_sequences_need_their_offsets() -> None:
     with pytest.raises(TypeError, match="needs cu_seqlens_q and cu_seqlens_k"):
         ca.attention_varlen_backward(d_out, q, k, v, out, lse.T, None, None)
     ends = np.array([0, 9]), np.array([0, 12])
-    with pytest.raises(ValueError, match="lse must have shape"):
+    with pytest.raises(ValueError, match=r"lse must have shape \(4, 9\).* lse.shape=\(9, 4\)"):
         ca.attention_varlen_backward(d_out, q, k, v, out, lse, *ends)
+
+
+def test_shapes_are_told_in_the_layout_of_the_call() -> None:
+    d_out, *operands, out, lse = (x.swapaxes(1, 2) if x.ndim == 4 else x for x in small())
+    message = r"d_out must have shape \(2, 9, 4, 16\), .* got d_out.shape=\(2, 4, 9, 16\)"
+    with pytest.raises(ValueError, match=message):
+        ca.attention_backward(d_out.swapaxes(1, 2), *operands, out, lse, layout="BSHD")
 
 
 def test_quantised_operands_are_told_what_to_do() -> None:

@@ -141,10 +141,12 @@ def test_packed_sequences_that_share_a_bias(backend: str) -> None:
     np.testing.assert_allclose(found[3], expected, atol=1e-4)
 
 
-def test_empty_lengths() -> None:
-    q, k, v = normal((1, 2, 0, 16), (1, 1, 9, 16))
+@pytest.mark.parametrize(("heads", "heads_kv", "len_q"), [(2, 1, 0), (0, 0, 5)])
+def test_empty_axes(heads: int, heads_kv: int, len_q: int) -> None:
+    """Without heads the kernel divided by their number."""
+    q, k, v = normal((1, heads, len_q, 16), (1, heads_kv, 9, 16))
     bias = np.ones((1, 9), np.float32)
-    lse = np.zeros((1, 2, 0), np.float32)
+    lse = np.zeros((1, heads, len_q), np.float32)
     for backend in ("mirror", "interpret"):
         found = ca.attention_backward(
             q, q, k, v, q, lse, bias=bias, grad_bias=True, backend=backend

@@ -172,7 +172,28 @@ def order_expected(number_of_heads: int, causal: bool, /, **_: Any) -> Results:
     }
 
 
+#: Beside one row, 2^15 heads could run at a time: 2^32 blocks of keys.
+MANY_KEYS, PLACES, PLACE_STEP = 2**24, 8, 2**15 - 1
+
+
+def places_arguments() -> Arguments:
+    sizes = {"batch": 1, "heads": 2, "heads_kv": 2, "len_q": 1, "len_kv": MANY_KEYS}
+    empty = {name: np.full(PLACES, -7, np.int32) for name in ("heads", "keys")}
+    return {"p": pack(ATTN_PARAMS, sizes, {}), "step": np.int32(PLACE_STEP), **empty}
+
+
+def places_expected(**_: Any) -> Results:
+    """Both heads in turn, the last keys first."""
+    index = np.arange(PLACES, dtype=np.int32) * PLACE_STEP
+    return {"heads": index % 2, "keys": MANY_KEYS - 128 * (1 + index // 2)}
+
+
 GRADIENT_SM90_PRIMS = [
+    Prim(
+        "gradient_turns-places", "gradient_turns", "places", PLACES, places_arguments,
+        places_expected, hopper=True,
+        defines=(*defines(Tiles(64, 128, 12, 2), replace(HOPPER, head_dim=128)), ("CFG_DQ", 2)),
+    ),
     *(
         Prim(
             f"gradient_turns-{'causal' if causal else 'plain'}-{heads}", "gradient_turns", "order",

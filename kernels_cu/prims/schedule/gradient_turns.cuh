@@ -33,7 +33,8 @@ constexpr bool REVERSES = ORDERED && CAUSAL && !BLOCK_MASK;
 __device__ __forceinline__ BlockOfKeys
 block_of_keys(int index, int blocks, int kv_blocks, int len_q) {
   if constexpr (!ORDERED) return {index / kv_blocks, index % kv_blocks * BLOCK_KV, false};
-  const int at_once = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
+  const int fit = max(1, int(L2_SHARE / (max(len_q, 1) * int64_t(COLS) * 8)));
+  const int at_once = min(fit, blocks / kv_blocks);  // of few rows more fit than 32 bits count
   const int first = index / (at_once * kv_blocks) * at_once, left = blocks / kv_blocks - first;
   const int heads = min(at_once, left), within = index - first * kv_blocks;
   const bool reversed = REVERSES && left <= at_once;

@@ -20,3 +20,14 @@ extern "C" __global__ void order(
     last[i] = is_last_turn(p, 0, own.head, q0, own.kv0, own.reversed);
   }
 }
+
+// The same blocks of so many keys that there are too many to try each: one thread for every `step`.
+extern "C" __global__ void places(
+    const __grid_constant__ AttnParams p, int32_t step,
+    int32_t* heads,   // [blockDim.x]
+    int32_t* keys) {  // [blockDim.x]
+  const int kv_blocks = ceil_div(p.len_kv, BLOCK_KV);
+  const BlockOfKeys own =
+      block_of_keys(threadIdx.x * step, p.heads_kv * kv_blocks, kv_blocks, p.len_q);
+  heads[threadIdx.x] = own.head, keys[threadIdx.x] = own.kv0;
+}
