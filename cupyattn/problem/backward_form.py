@@ -199,7 +199,7 @@ def backward_support(
     bias : Operand, optional
         The bias of the call.
     """
-    if 0 in (call.len_kv, call.len_q):
+    if 0 in (call.heads_kv, call.len_kv, call.len_q):
         return Support(False, "there is nothing for the copy engine")
     if bias is not None and (reason := _of_bias(call, bias)):
         return Support(False, f"the Hopper form {reason}")

@@ -175,6 +175,13 @@ def persistent_backward() -> BackwardRun:
         return run_backward(inputs, **interpreted_as("sm90_atomic"), **TOP_LEFT)
 
 
+def persistent_backward_of_few_rows() -> BackwardRun:
+    """Run persistent blocks most of whose keys have no rows, one after another."""
+    inputs = received(*normal((3, 1, 8, 8), (3, 1, 512, 8)), **TOP_LEFT)
+    with two_persistent_blocks():
+        return run_backward(inputs, **interpreted_as("sm90_atomic"), **TOP_LEFT)
+
+
 def revealing_hopper_backward() -> Iterator[tuple[Received, dict[str, Any]]]:
     """Yield the same for the Hopper form: more steps than its rings have stages, over rows and over
     keys, both tilings, block masks of its size."""

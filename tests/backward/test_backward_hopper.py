@@ -250,9 +250,8 @@ def test_explain_names_the_form() -> None:
         (64, 511, False, "sm90_deterministic"), (64, 512, False, "sm90_atomic"),
         (40, 511, True, "sm90_deterministic"), (40, 512, True, "sm90_atomic"),
         (72, 4095, True, "sm90_deterministic"), (72, 4096, True, "sm90_atomic"),
-        (128, 1024, False, "sm90_atomic"),
+        (128, 1024, False, "sm90_atomic"), (256, 50, False, "sm90_atomic"),
         (256, 4096, True, "sm90_deterministic"), (256, 4097, True, "sm90_atomic"),
-        (256, 50, False, "sm90_atomic"),
     ],
 )  # fmt: skip
 def test_where_no_form_is_asked_for_the_faster_one_is_taken(

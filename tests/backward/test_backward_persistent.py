@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cupyattn.kernels.limits import HOPPER_BLOCKS
-from tests.backward.backward_cases import persistent_backward
+from tests.backward.backward_cases import persistent_backward, persistent_backward_of_few_rows
 from tests.backward.test_backward_hopper import hopper_plan
 from tests.backward.test_backward_kernels import call_of
 
@@ -34,3 +34,12 @@ def test_blocks_of_keys_with_few_rows_share_persistent_thread_blocks(
 
 def test_gradients_of_persistent_blocks_are_within_their_bound() -> None:
     persistent_backward().check()
+
+
+def test_the_next_keys_wait_until_all_lanes_know_which_keys_come_now() -> None:
+    persistent_backward_of_few_rows().check()
+
+
+def test_zero_heads_have_no_gradients_to_compute() -> None:
+    none = replace(call_of(5, 5, 64), heads=0, heads_kv=0)
+    assert hopper_plan(none, deterministic=None).launches == ()

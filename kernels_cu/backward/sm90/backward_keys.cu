@@ -534,7 +534,10 @@ extern "C" __global__ __launch_bounds__(NUM_THREADS, 1) void backward_keys(
       wgmma_wait_group<0>();
       end_dQ();
     }
-    if (PERSISTENT && lane_id() == 0) mbarrier_arrive(smem.KV_empty[kv_at.stage]);
+    if constexpr (PERSISTENT) {
+      __syncwarp();  // all lanes have read the index, even of keys that no row sees
+      if (lane_id() == 0) mbarrier_arrive(smem.KV_empty[kv_at.stage]);
+    }
 
     // S6 store
     elem_t* dK = static_cast<elem_t*>(grad.dK)  // [len_kv, HEAD_DIM]
