@@ -386,6 +386,7 @@ def _chosen(
         for name, x in samples.items()
         if role_of(name, source.tensors[name].shape, model) in INT8_ROLES
     }
+    errors = {n: one for n, one in errors.items() if math.isfinite(one.block)}  # or it stays
     widths = (
         info.shape[1] for name, info in source.tensors.items()
         if name.endswith(WEIGHT) and len(info.shape) == 2

@@ -237,6 +237,21 @@ def test_layers_that_keep_their_type_do_not_choose() -> None:
     with replace_linear_with_int8(model, activations=given) as handle:
         assert "time_embed" in handle.kept and "\nscales by channel: " in handle.report()
         assert model["other"].strategy == "channel"
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(128, 64) for name in ("q", "k", "other")})
+    model["k"].weight.data[3, 5] = float("nan")
+    given = {name: torch.randn(9, 128) for name in ("q", "k")}
+    config = ca.Int8Config(smooth="auto")
+    with replace_linear_with_int8(model, config=config, activations=given) as handle:
+        assert "k" in handle.kept and model["other"].strategy == "channel"
+
+
+def test_a_weight_that_is_not_finite_does_not_choose(tmp_path: Path) -> None:
+    weights, activations = given()
+    other = np.full_like(weights[f"{NAME}.weight"], np.nan)
+    path = write(tmp_path / "x.safetensors", {**weights, "blocks.0.other.weight": other})
+    alone = analyze(path, activations=activations)
+    samples = {**activations, "blocks.0.other": activations[NAME]}
+    assert analyze(path, activations=samples).choice == alone.choice
 
 
 def test_files_have_no_place_for_factors(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def with_strategy(
         Input channels of its linear layers.
     layers, activations : mapping, optional
         Inputs of layers, (..., in), by name. Ignored are inputs of other layers, and of layers that
-        keep their type by their names.
+        keep their type by their names, or since their weights are not finite.
 
     Raises
     ------
@@ -122,7 +122,8 @@ def with_strategy(
             raise ValueError(
                 f"activations of {name!r:.80} are NaN or infinite in float32: record others"
             )
-        if role_of(f"{name}{WEIGHT}", (*linear.weight.shape,), model) not in INT8_ROLES:
+        role = role_of(f"{name}{WEIGHT}", (*linear.weight.shape,), model)
+        if role not in INT8_ROLES or not torch.isfinite(linear.weight).all():
             continue  # which keeps its type
         enough = True
         if config.strategy == AUTO and config.rotate in (AUTO, None):
