@@ -386,6 +386,7 @@ def _chosen(
         for name, x in samples.items()
         if role_of(name, source.tensors[name].shape, model) in INT8_ROLES
     }
+    errors = {n: one for n, one in errors.items() if math.isfinite(one.block)}  # or it stays
     widths = (
         info.shape[1] for name, info in source.tensors.items()
         if name.endswith(WEIGHT) and len(info.shape) == 2
@@ -533,9 +534,12 @@ def _samples(source: Source, activations: Mapping[str, Array]) -> dict[str, Arra
                 f"activations of {given!r:.80} must be (..., {shape[1]}) with a row or more, got "
                 f"{x.shape}"
             )
-        rows = x.reshape(-1, shape[1]).astype(np.float32)
+        with np.errstate(over="ignore"):
+            rows = x.reshape(-1, shape[1]).astype(np.float32)
         if not np.isfinite(rows).all():
-            raise ValueError(f"activations of {given!r:.80} are NaN or infinite")
+            raise ValueError(
+                f"activations of {given!r:.80} are NaN or infinite in float32: record others"
+            )
         found[name] = rows
     return found
 

@@ -77,7 +77,7 @@ def rotation_told(source: Source, layer: str, settings: Settings, channels: int)
     Raises
     ------
     ValueError
-        For a switch that is neither true nor false.
+        For a switch that is neither true nor false, and for `params` of another kind.
     UnsupportedError
         For other formats than ``int8_tensorwise``, groups of another size, and factors of the
         input.
@@ -87,8 +87,12 @@ def rotation_told(source: Source, layer: str, settings: Settings, channels: int)
         raise UnsupportedError(
             f"{source.path}: {f'{layer}.{_OF_INPUT}'!r} is not read: factors of a layer's input"
         )
-    nested = settings.get("params")
-    told = {**(nested if isinstance(nested, dict) else {}), **settings}
+    nested = settings.get("params") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(
+            f"{source.path}: params of {layer!r} must be an object, got {shown(nested)}"
+        )
+    told = {**nested, **settings}
     if not _switch(source, layer, told, "convrot"):
         return None
     size = told.get("convrot_groupsize", 256)

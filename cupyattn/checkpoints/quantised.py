@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cupyattn.checkpoints import layout
 from cupyattn.checkpoints.companions import read_config
-from cupyattn.checkpoints.schemes import Codes, find_codes
+from cupyattn.checkpoints.schemes import OWN_METHOD, ROTATION, Codes, find_codes
 from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import SafetensorsCheckpoint
 from cupyattn.errors import UnsupportedError
@@ -21,11 +21,26 @@ def layout_of(source: Source) -> layout.Layout:
     Raises
     ------
     ValueError
-        As `layout.read_layout`.
+        As `layout.read_layout`, and if scales or all marks of rotated weights are missing.
     UnsupportedError
         As `layout.read_layout`.
     """
-    return layout.read_layout(read_config(source), _records(source), str(source.path))
+    config = read_config(source)
+    found = layout.read_layout(config, _records(source), str(source.path))
+    for name in found.dtypes.keys() & source.tensors.keys():
+        of_codes = name.endswith(layout.WEIGHT) and source.tensors[name].dtype == "I8"
+        if of_codes and not _is_coded(source, name):
+            raise ValueError(
+                f"{source.path}: {name!r} is INT8 and has no scales: convert the model again"
+            )
+    told = config.get(layout.QUANTIZATION)
+    rotated = isinstance(told, dict) and told.get("quant_method") == OWN_METHOD
+    if rotated and not any(name.endswith(f".{ROTATION}") for name in source.tensors):
+        raise ValueError(
+            f"{source.path}: weights are rotated, says quant_method {OWN_METHOD!r}, but there is "
+            f"no tensor X.{ROTATION}: convert the model again"
+        )
+    return found
 
 
 def check_full_width(source: Source) -> None:

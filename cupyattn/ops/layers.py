@@ -10,7 +10,7 @@ from cupyattn.arrays.described import Described
 from cupyattn.errors import UnsupportedError
 from cupyattn.ops.act_quant import ACT_QUANT, SIDES, ActQuantSettings, channels_of
 from cupyattn.ops.gemm import GEMM, GemmSettings, are_alike, plan_together, settle_together
-from cupyattn.ops.norm_quant import NORM_QUANT, PARTS, NormQuantSettings
+from cupyattn.ops.norm_quant import NORM_QUANT, PARTS, NormQuantSettings, are_of_groups
 from cupyattn.ops.operation import Operation, problem_of, run
 from cupyattn.plans.gemm import buffer_of
 from cupyattn.plans.norm_quant import VECTORS
@@ -97,6 +97,7 @@ class _Layers(Operation):
         for number, activation in enumerate(settings.activations):
             own = _of_layer(arrays, number)
             if "gate" in own and own["gate"].ndim > 2:  # of rows with several axes
+                _check_gate(own["gate"], x)
                 own["gate"] = own["gate"].rows()
             how = GemmSettings(
                 settings.out_dtype, activation, None, settings.arch, settings.backend
@@ -195,6 +196,15 @@ def _codes_of(
         operation, asked = NORM_QUANT, before._replace(backend=settings.backend)
     codes: Problem = problem_of(operation, asked, given)
     return codes
+
+
+def _check_gate(gate: Described, x: Described) -> None:
+    """Raise ValueError for a gate with the axes of x that would be repeated by sample."""
+    if gate.ndim == x.ndim and not are_of_groups(tuple(gate.shape), tuple(x.shape)):
+        raise ValueError(
+            f"gate must be (n,), (groups, n), or as the result with axes of 1 before the last, got "
+            f"{tuple(gate.shape)} for rows {tuple(x.shape[:-1])}: expand it to the result's shape"
+        )
 
 
 def _of_layer(arrays: Mapping[str, Any], number: int) -> dict[str, Any]:

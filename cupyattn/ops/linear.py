@@ -189,8 +189,7 @@ class Int8Linear:
             As for `weight_quant` and `Int8Linear`.
         """
         weight, _ = take("weight", weight, of_parameter=True)
-        if weight.ndim != 2:
-            raise ValueError(f"weight must have two axes, got shape {tuple(weight.shape)}")
+        check_weight(weight)
         if outlier_dtype is None:
             outlier_dtype = "float16" if weight.dtype == np.float16 else "bfloat16"
         if outlier_dtype not in ("float16", "bfloat16"):
@@ -371,6 +370,14 @@ class Int8Linear:
 _ROTATION = RowSteps(None, "", "hadamard", EPS, "channel")
 
 
+def check_weight(weight: Array) -> None:
+    """Raise ValueError unless a weight has two axes."""
+    if weight.ndim != 2:
+        raise ValueError(
+            f"weight must have two axes, (out, in), got shape {tuple(weight.shape)}"
+        )
+
+
 def quantised_weight(
     weight: Array, strategy: str, rotate: str | None, smooth: Array | None = None
 ) -> tuple[Array, Array]:
@@ -388,6 +395,7 @@ def quantised_weight(
         return weight_quant(weight, strategy=strategy)
     if smooth is not None:
         check_smooth(smooth, weight.shape[1], strategy)
+        check_powers(on_host(smooth))
         divided = arranged((1 / smooth)[None], rotate)[0]
     return norm_quant(arranged(weight, rotate), weight=divided, rotate=before.rotate)
 

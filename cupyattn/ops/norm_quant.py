@@ -70,7 +70,7 @@ def norm_quant(
         channels. The weight of the product must be `cupyattn.quant.rotated` before it is
         quantised. Only with ``strategy="channel"``.
     eps : float
-        Added to the mean square; at least 2^-126.
+        Added to the mean square; from 2^-126 to 2^127.
     strategy : {"channel", "block"}
         What shares a scale: a row, or 128 adjacent channels of it.
     backend : {"cuda", "mirror", "interpret"}, optional
@@ -246,9 +246,8 @@ def _check_vectors(arrays: Mapping[str, Described], channels: int) -> None:
             continue
         shape = tuple(arrays[name].shape)
         groups = math.prod(shape[:-1])
-        leading = _without_last_ones(shape[:-1])
-        nested = len(shape) == x.ndim and leading == tuple(x.shape[: len(leading)])
-        if shape[-1] != channels or not (len(shape) <= 2 or nested) or not groups or rows % groups:
+        nested = len(shape) <= 2 or are_of_groups(shape, tuple(x.shape))
+        if shape[-1] != channels or not nested or (rows % groups if groups else rows):
             raise ValueError(
                 f"{name} must be ({channels},), (groups, {channels}) with groups that divide the "
                 f"{rows} rows, or as x with axes of 1 before the last, got {shape}"
@@ -263,7 +262,9 @@ def _check_vectors(arrays: Mapping[str, Described], channels: int) -> None:
             )
 
 
-def _without_last_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
+def are_of_groups(shape: tuple[int, ...], like: tuple[int, ...]) -> bool:
+    """Whether factors that broadcast to rows have a row for each group of consecutive rows."""
+    leading = (*(1,) * (len(like) - len(shape)), *shape[:-1])
+    while leading and leading[-1] == 1:
+        leading = leading[:-1]
+    return len(shape) <= len(like) and leading == like[: len(leading)]

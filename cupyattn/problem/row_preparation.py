@@ -8,7 +8,6 @@ mirrors ``rope.cuh``. The method `exact` of each class is the definition in floa
 
 from __future__ import annotations
 
-import math
 import numbers
 import operator
 from collections.abc import Mapping
@@ -30,6 +29,8 @@ _ALIGNMENT = 16
 #: Least `qk_norm_eps`, the smallest normal float32. Underflow in a sum of squares is then no larger
 #: than a rounding error.
 EPS_MIN = 2.0**-126
+#: The largest: a power of two in the range of float32.
+EPS_MAX = 2.0**127
 #: Arguments of calls that prepare rows, and the arrays that kernels read for them.
 OPTIONS = (
     "rope", "rope_interleaved", "rope_offset_q", "qk_norm", "qk_norm_eps", "qk_norm_split",
@@ -45,8 +46,8 @@ EPS = 1e-6
 
 def check_eps(name: str, eps: Any) -> None:
     """Raise ValueError unless this can be added to a mean square."""
-    if not isinstance(eps, numbers.Real) or not EPS_MIN <= as_float(eps) < math.inf:
-        raise ValueError(f"{name} must be a finite number from 2**-126 up, got {shown(eps)}")
+    if not isinstance(eps, numbers.Real) or not EPS_MIN <= as_float(eps) <= EPS_MAX:
+        raise ValueError(f"{name} must be a number from 2**-126 to 2**127, got {shown(eps)}")
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ class Norm:
             For weights that are no such arrays, or a `split` that is no whole number.
         ValueError
             For an odd head_dim, weights of another shape, weights of a token beside weights of a
-            head, an `eps` that is no finite number from 2^-126 up, or a `split` without effect.
+            head, an `eps` that is no number from 2^-126 to 2^127, or a `split` without effect.
         """
         check_eps("qk_norm_eps", eps)
         split = _checked_split(split, qk_norm is not None)

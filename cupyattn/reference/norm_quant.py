@@ -41,8 +41,12 @@ class Vectors(NamedTuple):
 
     def by_row(self, rows: int) -> Vectors:
         """Return them with a row of `scale` and `shift` for each of so many rows."""
-        spread = (x if x is None else np.repeat(x, rows // len(x), axis=0) for x in self[2:])
+        spread = (None if x is None else _repeated(x, rows) for x in self[2:])
         return Vectors(self.weight, self.bias, *spread)
+
+
+def _repeated(x: Array, rows: int) -> Array:
+    return np.repeat(x, rows // max(1, len(x)), axis=0)
 
 
 def norm_quant_exact(x: Array, steps: RowSteps, vectors: Vectors) -> Float64:

@@ -133,11 +133,12 @@ def test_the_limit_decides() -> None:
         ({"a.fc": np.ones((2, 511))}, r"must be \(..., 512\) with a row or more, got \(2, 511\)"),
         ({"a.fc": np.ones((0, 512))}, r"got \(0, 512\)"),
         ({"a.fc": np.full((2, 512), np.nan)}, "activations of 'a.fc' are NaN or infinite"),
+        ({"a.fc": np.full((2, 512), 1e300)}, "infinite in float32: record others"),
     ],
 )
 def test_activations_that_do_not_fit_are_refused(tmp_path: Path, activations, said: str) -> None:  # type: ignore[no-untyped-def]
     path = write(tmp_path / "x.safetensors", layers())
-    with pytest.raises(ValueError, match=said):
+    with np.errstate(all="raise"), pytest.raises(ValueError, match=said):
         analyze(path, activations=activations)
 
 

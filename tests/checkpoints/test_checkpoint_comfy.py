@@ -158,6 +158,7 @@ def test_settings_may_stand_in_the_header(tmp_path: Path) -> None:
         ({"convrot_groupsize": 64}, UnsupportedError, "groups of 64, and has 256 channels"),
         ({"convrot_groupsize": 16}, UnsupportedError, "groups of 256 are read"),
         ({"convrot": "false"}, ValueError, "convrot of 'x' must be true or false, got 'false'"),
+        ({"params": [{"convrot": True}]}, ValueError, "params of 'x' must be an object, got"),
         ({"extra": "pre_quant_scale"}, UnsupportedError, "'x.pre_quant_scale' is not read"),
         ({"text": b"{"}, ValueError, "'x.comfy_quant' holds no settings"),
         ({"text": b"[]"}, ValueError, "it is no object"),

@@ -91,6 +91,20 @@ def test_a_damaged_rotation_is_found(tmp_path: Path) -> None:
         dequantize(tmp_path / "int8", tmp_path / "back")
 
 
+def test_files_without_their_marks_or_scales_are_refused(tmp_path: Path) -> None:
+    """As other tools leave them, which drop tensors or the record that they do not know."""
+    convert(model(tmp_path / "model"), tmp_path / "int8", CONFIG)
+    (file,) = (tmp_path / "int8").glob("*.safetensors")
+    found, metadata = written(tmp_path / "int8"), read_header(file).metadata
+    file.write_bytes(file_content({n: x for n, x in found.items() if "rotation" not in n}))
+    with pytest.raises(ValueError, match="quant_method 'cupyattn', but there is no tensor X.weig"):
+        dequantize(tmp_path / "int8", tmp_path / "back")
+    del found["a.to_v.weight_scale"]
+    file.write_bytes(file_content(found, metadata))
+    with pytest.raises(ValueError, match="'a.to_v.weight' is INT8 and has no scales"):
+        dequantize(tmp_path / "int8", tmp_path / "back")
+
+
 @pytest.mark.parametrize("rotate", ["hadamard", "hadamard_contiguous"])
 def test_checks_find_a_code_and_a_number_that_are_off(rotate: str) -> None:
     w = np.random.default_rng(0).standard_normal((6, 192), np.float32)

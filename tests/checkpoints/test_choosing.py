@@ -97,8 +97,10 @@ def test_a_model_in_memory_is_judged_by_the_same_rule(
     wrong = {"blocks.0.other": x[NAME]}
     with pytest.raises(ValueError, match="'blocks.0.other', which is no linear layer, there are b"):
         replace_linear_with_int8(model, activations=wrong)
-    with pytest.raises(ValueError, match=r"and it takes \(..., 5..\)"):
+    with pytest.raises(ValueError, match=r"it takes one or more rows of 5.. channels"):
         replace_linear_with_int8(model, activations={NAME: x[NAME][:, 1:]})
+    with pytest.raises(ValueError, match="infinite in float32: record others"):
+        replace_linear_with_int8(model, activations={NAME: x[NAME].double() * 1e300})
 
 
 def test_without_activations_the_family_decides(tmp_path: Path) -> None:
@@ -218,6 +220,38 @@ def test_layers_of_one_input_get_the_same_factors() -> None:
         assert model["k"].weight_smooth is None and model["k"].strategy == "channel"
     with pytest.raises(ValueError, match="smooth=True takes activations"):
         replace_linear_with_int8(model, config=config)
+    with pytest.raises(ValueError, match="smooth=True takes activations"):
+        replace_linear_with_int8(model, config=config, exclude="other", activations={"other": y})
+
+
+@pytest.mark.frameworks
+def test_layers_that_keep_their_type_do_not_choose() -> None:
+    """As for `analyze`: a layer of the time has one row, whose outliers no rotation spreads."""
+    torch = pytest.importorskip("torch")
+    from cupyattn.interop.torch import replace_linear_with_int8
+
+    sizes = {"time_embed": 500, "q": 128, "other": 128}
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(n, 64) for name, n in sizes.items()})
+    given = {name: torch.randn(9, sizes[name]) for name in ("time_embed", "q")}
+    given["time_embed"][:, 3] *= 50.0
+    with replace_linear_with_int8(model, activations=given) as handle:
+        assert "time_embed" in handle.kept and "\nscales by channel: " in handle.report()
+        assert model["other"].strategy == "channel"
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(128, 64) for name in ("q", "k", "other")})
+    model["k"].weight.data[3, 5] = float("nan")
+    given = {name: torch.randn(9, 128) for name in ("q", "k")}
+    config = ca.Int8Config(smooth="auto")
+    with replace_linear_with_int8(model, config=config, activations=given) as handle:
+        assert "k" in handle.kept and model["other"].strategy == "channel"
+
+
+def test_a_weight_that_is_not_finite_does_not_choose(tmp_path: Path) -> None:
+    weights, activations = given()
+    other = np.full_like(weights[f"{NAME}.weight"], np.nan)
+    path = write(tmp_path / "x.safetensors", {**weights, "blocks.0.other.weight": other})
+    alone = analyze(path, activations=activations)
+    samples = {**activations, "blocks.0.other": activations[NAME]}
+    assert analyze(path, activations=samples).choice == alone.choice
 
 
 def test_files_have_no_place_for_factors(tmp_path: Path) -> None:

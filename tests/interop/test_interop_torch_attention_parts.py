@@ -45,6 +45,25 @@ def test_parts_are_rotated_at_their_own_places() -> None:
     assert all(map(torch.equal, found, function(*given)))
 
 
+def test_widths_of_tables_may_be_symbols() -> None:
+    """As of Wan, whose rotation takes every second column of its tables."""
+    own, tables = rows(), attention.angles(ROTATED)
+    given = *attention.flat(*own), *(attention.twice(x)[None, :, None] for x in tables)
+
+    def function(q: Any, k: Any, v: Any, *tables: Any) -> Any:
+        q, k, v = attention.of_heads(q, k, v)
+        ends = (torch.cat((attention.wan(x[:, :5], *tables), x[:, 5:]), 1) for x in (q, k))
+        return attention.attend(*ends, v)
+
+    for table in given[3:]:
+        torch._dynamo.mark_dynamic(table, 3)
+    found, graphs = run(function, *given)
+    assert attention.is_taken(graphs) == [(True, False)]
+    none = (torch.full((LENGTH - 5, attention.WIDTH // 2), n) for n in (1.0, 0.0))
+    rope = tuple(torch.cat(pair) for pair in zip(tables, none, strict=True))
+    assert torch.equal(found, attention.expected(*own, rope=rope, rope_interleaved=True))
+
+
 def test_rows_of_one_head_may_be_permuted_between_norm_and_rotation() -> None:
     """Both orders of axes have the same strides, but positions are another axis."""
     q, k, v = (x[:, :, :1].contiguous() for x in rows())

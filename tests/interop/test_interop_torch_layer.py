@@ -166,6 +166,10 @@ def test_what_a_call_beside_a_residual_refuses() -> None:
         layer(x, gate=residual[0])
     with pytest.raises(ValueError, match=r"residual .*\(3, 200\), got \(3, 199\)"):
         layer(x, residual=residual[:, 1:])
+    both = {"x": x.expand(2, 3, 300), "residual": residual.expand(2, 3, 200)}
+    with pytest.raises(ValueError, match=r"got \(1, 3, 200\) for rows \(2, 3\): expand it"):
+        layer(**both, gate=residual[None])  # which would be of groups of two rows
+    assert layer(**both, gate=residual.expand(2, 3, 200)).shape == (2, 3, 200)
     said = "the derivative for 'cupyattn::int8_layer' is not implemented beside residual: leave"
     for name in ("x", "residual"):
         given = {"x": x.clone(), "residual": residual.clone()}
@@ -262,6 +266,8 @@ def test_what_the_layer_refuses() -> None:
          lambda: interop.Int8Linear.from_weight(torch.ones(8, 8), outlier_dtype="float16")),
         (TypeError, r"weight must be a tensor, got an array of shape \(8, 8\)",
          lambda: interop.Int8Linear.from_weight(torch.ones(8, 8).numpy())),
+        (ValueError, r"weight must have two axes, \(out, in\), got shape \(8,\)",
+         lambda: interop.Int8Linear.from_weight(torch.ones(8))),
         (UnsupportedError, r"outlier_columns are not supported in a module, got \[3\]: leave them",
          lambda: interop.Int8Linear(codes, scale, outlier_columns=[3],
                                     outlier_weight=torch.zeros(200, 1).half())),

@@ -66,6 +66,9 @@ def test_its_mistakes_are_those_of_arrays() -> None:
         norm_quant(torch.ones(2, 64), norm="batch")
     with pytest.raises(TypeError, match="x must be float16, bfloat16, float32"):
         norm_quant(torch.ones(2, 64, dtype=torch.int32), norm="rms")
+    for name, given in {"x": {"x": None}, "scale": {"scale": np.ones(64)}}.items():
+        with pytest.raises(TypeError, match=f"argument '{name}' must be Tensor, not"):
+            norm_quant(**{"x": torch.ones(2, 64), **given})
 
 
 @pytest.mark.parametrize("name", ["rotated by 256", "blocks"])

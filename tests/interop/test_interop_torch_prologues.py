@@ -130,6 +130,18 @@ def test_norm_and_modulation_are_part_of_the_pass(name: str, rotate: str | None)
     assert (found - eager).double().norm() < 0.01 * eager.double().norm()
 
 
+def test_a_modulation_may_leave_out_leading_axes() -> None:
+    torch.manual_seed(0)
+    own, own_norm, x, s = layer(), norm(torch.nn.LayerNorm), tensors(2, 3, 4, WIDTH), tensors(WIDTH)
+
+    def function(x: Any, s: Any) -> Any:
+        return own(modulated(own_norm(x), s, s))
+
+    found, graphs = run(function, x, s[None, None])
+    assert graphs.names() == [NORMED]
+    assert torch.equal(found, run(function, x, s)[0])
+
+
 def test_layers_of_one_norm_share_its_pass() -> None:
     """Examples are to_q, to_k and to_v, and a layer with an activation."""
     torch.manual_seed(0)

@@ -137,6 +137,12 @@ def test_a_state_dict_has_the_factors() -> None:
             into.load_state_dict(state, strict=False)
     with pytest.raises(ValueError, match="smooth must be powers of two"):
         Int8Linear.from_linear(own, strategy="channel", smooth=3 * ones)
+    with np.errstate(all="raise"), pytest.raises(ValueError, match="smooth must be powers of two"):
+        Int8Linear.from_linear(own, strategy="channel", smooth=0 * ones)
+    before = layer(x)
+    with pytest.raises(RuntimeError, match="weight_smooth: smooth must be powers of two"):
+        layer.load_state_dict({**layer.state_dict(), "weight_smooth": 3 * ones})
+    assert torch.equal(layer(x), before)
 
 
 def test_files_have_no_place_for_factors(tmp_path: Path) -> None:

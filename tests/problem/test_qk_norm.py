@@ -576,8 +576,8 @@ W = np.ones(16, np.float32)
             {"qk_norm": (W.astype(np.float64), W)}, TypeError,
             "q_weight of qk_norm must be one of float16, bfloat16, float32, got float64",
         ),
-        ({"qk_norm": (W, W), "qk_norm_eps": 0.0}, ValueError, "qk_norm_eps must be a finite num"),
-        ({"qk_norm": (W, W), "qk_norm_eps": "1"}, ValueError, "from 2**-126 up, got '1'"),
+        ({"qk_norm": (W, W), "qk_norm_eps": 0.0}, ValueError, "qk_norm_eps must be a number"),
+        ({"qk_norm": (W, W), "qk_norm_eps": "1"}, ValueError, "from 2**-126 to 2**127, got '1'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence(

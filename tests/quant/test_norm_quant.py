@@ -305,6 +305,18 @@ def test_a_number_that_is_not_finite_poisons_its_row_alone(
 def test_no_rows(backend: str) -> None:
     codes, scales = ca.norm_quant(np.zeros((0, 256), np.float16), norm="rms", backend=backend)
     assert codes.shape == (0, 256) and scales.shape == (0, 1)
+    x, scale = np.zeros((0, 3, 256), np.float16), np.zeros((0, 1, 256), np.float16)
+    codes, _ = ca.norm_quant(x, norm="rms", scale=scale, backend=backend)  # of each sample
+    assert codes.shape == x.shape
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((1, 1, 64), (3, 2, 5)), ((2, 1, 64), (1, 2, 5))])
+def test_a_modulation_may_leave_out_leading_axes(shape: Any, rows: Any) -> None:
+    rng = np.random.default_rng(0)
+    x, scale = (rng.standard_normal(s, np.float32) for s in ((*rows, 64), shape))
+    found = ca.norm_quant(x, norm="layer", scale=scale)
+    whole = np.broadcast_to(scale, x.shape)
+    assert_bits(found, ca.norm_quant(x, norm="layer", scale=whole))
 
 
 # ---- error ---------------------------------------------------------------------------------------
@@ -479,7 +491,9 @@ X, ROW = np.ones((4, 256), np.float16), np.ones(256, np.float16)
         ({"rotate": "haar"}, ValueError, "rotate must be None or 'hadamard', got 'haar'"),
         ({"activation": "relu"}, ValueError, "activation must be 'gelu' or"),
         ({"strategy": "row"}, ValueError, "strategy must be 'block' or 'channel'"),
-        ({"norm": "rms", "eps": 0.0}, ValueError, "eps must be a finite number from 2\\*\\*-126"),
+        ({"norm": "rms", "eps": 0.0}, ValueError, "eps must be a number from 2\\*\\*-126"),
+        ({"norm": "rms", "eps": 1e39}, ValueError, "eps must be a number .*, got 1e\\+39"),
+        ({"x": X[None], "scale": X[None, :, None]}, ValueError, "scale must be .* the 4 rows"),
         ({"weight": ROW[:8]}, ValueError, r"weight must have shape \(256,\)"),
         ({"weight": ROW, "bias": ROW.astype("f4")}, TypeError, "weight and bias must have one typ"),
         ({"scale": np.ones((3, 256), "f2")}, ValueError, "scale must be .* divide the 4 rows"),

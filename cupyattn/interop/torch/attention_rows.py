@@ -358,8 +358,11 @@ def _insert_tables(graph: Graph, rows: _Rows, made: _Made) -> tuple[Node, Node]:
     if key not in made:
         head_dim = value_of(rows.split or rows.parts[0]).shape[-1]
         turning = {x: insert_tables(graph, x, head_dim) for x in rows.tables if x.form != "none"}
-        like, _ = next(iter(turning.values()))
-        pairs = [turning.get(x) or insert_tables_of_none(graph, x, like) for x in rows.tables]
+        other, (like, _) = next(iter(turning.items()))
+        width = head_dim // other.channels
+        pairs = [
+            turning.get(x) or insert_tables_of_none(graph, x, like, width) for x in rows.tables
+        ]
         made[key] = pairs[0]
         if len(pairs) > 1:
             cos, sin = ([pair[i] for pair in pairs] for i in (0, 1))

@@ -24,6 +24,7 @@ from cupyattn.ops.linear import (
     LayerSettings,
     check_given,
     check_layer,
+    check_weight,
     quantised_weight,
     strategy_of_layer,
 )
@@ -379,6 +380,7 @@ class Int8Linear(torch.nn.Linear):
             )
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight must be a tensor, got {shown(weight)}")
+        check_weight(weight)
         if smooth is not None and not isinstance(smooth, Tensor):
             raise TypeError(f"smooth must be a tensor, got {shown(smooth)}")
         # Tensors of inference mode allow neither gradients nor loading.
@@ -456,6 +458,11 @@ class Int8Linear(torch.nn.Linear):
                 f"{prefix}{CODES} have {marks[0]} of channels, the layer has {marks[1]}: load them "
                 "into a layer that was made with smooth alike"
             )
+        if isinstance(other_smooth, Tensor) and not other_smooth.is_meta:
+            try:
+                check_powers(as_array(other_smooth.detach().to("cpu", torch.float32)))
+            except ValueError as error:
+                return f"{prefix}{SMOOTH}: {error}"
         for name, own, given in (
             (CODES, self.weight_codes, codes), ("weight_scale", self.weight_scale, scales)
         ):  # fmt: skip

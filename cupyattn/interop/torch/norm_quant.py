@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.bridge import Tensors
@@ -68,8 +69,13 @@ def norm_quant(
     >>> codes.tolist(), round(scales.item() * 127, 4)
     ([[95, 127]], 1.1314)
     """
+    given = x, weight, bias, scale, shift
+    for name, tensor in zip(_NAMES, given, strict=True):
+        if not isinstance(tensor, Tensor | Proxy) and (tensor is not None or name == "x"):
+            kind = type(tensor).__name__
+            raise TypeError(f"norm_quant(): argument {name!r} must be Tensor, not {kind}")
     made: tuple[Tensor, Tensor] = _operator(
-        x, weight, bias, scale, shift, norm, activation, rotate, eps, strategy, backend
+        *given, norm, activation, rotate, eps, strategy, backend
     )
     return made
 

@@ -30,15 +30,13 @@ from cupyattn.interop.torch.graph_nodes import (
     wide,
 )
 from cupyattn.kernels.row_teams import MOST_CHANNELS
-from cupyattn.problem.row_preparation import EPS
+from cupyattn.problem.row_preparation import EPS, EPS_MAX, EPS_MIN
 from cupyattn.quant.activation import GLU
 
 _aten = torch.ops.aten
 _ADD = (_aten.add.Tensor, _aten.add.Scalar)
 #: Vectors of the sums and products after a norm: weight, bias, scale and shift.
 _STEPS = 4
-#: Least number that may be added to a mean square, as for `cupyattn.norm_quant`.
-_LEAST_EPS = 2.0**-126
 
 
 Vectors = tuple[Node | None, Node | None, Node | None, Node | None]
@@ -273,7 +271,7 @@ def _sum_with_number(node: Any) -> tuple[Node | None, float]:
     """Return the operands of a sum of a tensor and a number that `norm_quant` takes as `eps`."""
     if isinstance(node, Node) and node.target in _ADD and len(node.args) == 2 and not node.kwargs:
         x, number = node.args
-        if isinstance(x, Node) and isinstance(number, float) and number >= _LEAST_EPS:
+        if isinstance(x, Node) and isinstance(number, float) and EPS_MIN <= number <= EPS_MAX:
             return x, number
     return None, 0.0
 

@@ -26,7 +26,7 @@ from cupyattn.checkpoints.choosing import Choice, Way, choose, way_by
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import WEIGHT
 from cupyattn.checkpoints.predicted_errors import Errors, predicted_errors
-from cupyattn.checkpoints.roles import PRECISE_ROLES
+from cupyattn.checkpoints.roles import INT8_ROLES, PRECISE_ROLES, role_of
 from cupyattn.checkpoints.rotated import rotated_codes
 from cupyattn.checkpoints.weight_errors import WeightErrors, made_for, magnitudes, weight_errors
 from cupyattn.errors import shown
@@ -94,7 +94,8 @@ def with_strategy(
     widths : iterable of int
         Input channels of its linear layers.
     layers, activations : mapping, optional
-        Inputs of layers, (..., in), by name. Inputs of other layers are ignored.
+        Inputs of layers, (..., in), by name. Ignored are inputs of other layers, and of layers that
+        keep their type by their names, or since their weights are not finite.
 
     Raises
     ------
@@ -106,8 +107,6 @@ def with_strategy(
     errors: dict[str, Errors] = {}
     rows: dict[str, Tensor] = {}
     tops: dict[str, Tensor] = {}
-    if config.smooth is True and not activations:
-        raise ValueError("smooth=True takes activations: give inputs of layers by name")
     for name, given in (activations or {}).items():
         linear = layers.get(name)
         if linear is None:
@@ -115,12 +114,17 @@ def with_strategy(
         x = given if isinstance(given, Tensor) else torch.as_tensor(np.asarray(given, np.float32))
         if not x.ndim or x.shape[-1] != linear.in_features or not x.numel():
             raise ValueError(
-                f"activations of {name!r:.80} are {tuple(x.shape)}, and it takes (..., "
-                f"{linear.in_features})"
+                f"activations of {name!r:.80} are {tuple(x.shape)}, and it takes one or more rows "
+                f"of {linear.in_features} channels"
             )
-        if not torch.isfinite(x).all():
-            raise ValueError(f"activations of {name!r:.80} are NaN or infinite: record others")
         own_rows = x.detach().to("cpu", torch.float32).reshape(-1, x.shape[-1])
+        if not torch.isfinite(own_rows).all():
+            raise ValueError(
+                f"activations of {name!r:.80} are NaN or infinite in float32: record others"
+            )
+        role = role_of(f"{name}{WEIGHT}", (*linear.weight.shape,), model)
+        if role not in INT8_ROLES or not torch.isfinite(linear.weight).all():
+            continue  # which keeps its type
         enough = True
         if config.strategy == AUTO and config.rotate in (AUTO, None):
             weight = linear.weight.detach().to("cpu")
@@ -130,6 +134,8 @@ def with_strategy(
             enough = way_by(errors[name], may_rotate=config.rotate == AUTO).strategy == "channel"
         if config.smooth is True or (config.smooth == AUTO and not enough):
             rows[name], tops[name] = own_rows, own_rows.abs().amax(0)
+    if config.smooth is True and not tops:
+        raise ValueError("smooth=True takes activations: give inputs of layers by name")
     factors = _factors(tops, layers)
     for name in errors.keys() & factors.keys():
         own = factors[name].cpu()

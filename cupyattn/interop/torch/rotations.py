@@ -131,8 +131,10 @@ def insert_tables(graph: Graph, tables: Tables, head_dim: int) -> tuple[Node, No
     return cos, sin
 
 
-def insert_tables_of_none(graph: Graph, tables: Tables, like: Node) -> tuple[Node, Node]:
-    """Insert cos and sin that rotate nothing, of as many columns as other tables have.
+def insert_tables_of_none(
+    graph: Graph, tables: Tables, like: Node, width: int
+) -> tuple[Node, Node]:
+    """Insert cos and sin that rotate nothing, (positions, width), contiguous float32.
 
     Parameters
     ----------
@@ -141,12 +143,14 @@ def insert_tables_of_none(graph: Graph, tables: Tables, like: Node) -> tuple[Nod
         Rows that are not rotated.
     like : Node
         A table of other rows.
+    width : int
+        Columns of that table, whose fake tensor may have a symbol in its place.
     """
     [rows] = tables.nodes
     length = value_of(rows).shape[tables.axis]
     if not isinstance(length, int):
         length = insert(graph, _aten.sym_size.int, rows, tables.axis)
-    shape = [length, value_of(like).shape[-1]]
+    shape = [length, width]
     options = {"dtype": torch.float32, "device": value_of(like).device, "pin_memory": False}
     # Not `new_full`, which is decomposed earlier: Inductor refuses it in a graph of this stage.
     cos, sin = (insert(graph, _aten.full.default, shape, x, **options) for x in (1.0, 0.0))
