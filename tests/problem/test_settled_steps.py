@@ -1,7 +1,7 @@
 """Form and tiles of 239 products and backward passes, and why a faster form is left out.
 
-settled_steps.json was written once, when plans still chose both, and again for pairs of blocks and
-biases past head_dim 128. A change of it is a change of what users get.
+settled_steps.json was written once, when plans still chose both, and again for pairs of blocks,
+turns of causal pairs, and biases past head_dim 128. A change of it is a change of what users get.
 """
 
 from __future__ import annotations
