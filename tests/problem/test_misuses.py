@@ -103,7 +103,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
             "ca.attention(q, k, v, qk_norm=(np.ones(8, 'f4'), np.ones(8, 'f4')))",
             "q_weight of qk_norm must have shape (16,), (2, 16) or (32,), got",
         ),
-        ("ca.attention(q, k, v, qk_norm=weights, qk_norm_eps=-1)", "qk_norm_eps must be a finite"),
+        ("ca.attention(q, k, v, qk_norm=weights, qk_norm_eps=-1)", "qk_norm_eps must be a number"),
         ("ca.attention(q, k, v, layout='SHD')", "layout must be 'BHSD' or 'BSHD', got 'SHD'"),
         ("ca.attention(q, k, v, out=np.ones((1, 2, 8, 8), 'f2'))", "out must have shape (1, 2, 8,"),
         ("ca.attention(q, k, v, out=q)", "out must not share memory with q"),
