@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
+from cupyattn.cli.flags import check_outputs
 from cupyattn.errors import KernelCompileError, KernelLaunchError, UnsupportedError
 from cupyattn.files import check_folder
 from cupyattn.measure.words import printable
@@ -121,11 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         top.print_help()
         return 0
-    args.arguments = arguments
     command = importlib.import_module(f"cupyattn.cli.{args.command}")
     try:
         if getattr(args, "json", None):
             check_folder("--json", args.json)
+        check_outputs(args)
+        args.arguments = arguments
         status = command.run(args)
         sys.stdout.flush()
         return int(status)

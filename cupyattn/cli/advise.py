@@ -128,7 +128,7 @@ def described(model: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no configuration of a model: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no configuration of a model: it holds no object")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cupyattn.cli import flags, output
 from cupyattn.cli.judged_problems import Failure, Search, search
-from cupyattn.files import check_folder
+from cupyattn.files import check_folder, replacing
 from cupyattn.interop.callables import LIBRARIES, OPTIONS, called
 from cupyattn.kernels.features import DTYPES
 from cupyattn.kernels.numerics import Numerics
@@ -163,7 +163,7 @@ def _leave(args: argparse.Namespace, taken: tuple[str, ...], failure: Failure) -
             'options = {n: x for n, x in case.options.items() if n != "seed"}\n'
             "report = judge_backward(found, *given, **options)\n"
         )
-    script.write_text(
+    text = (
         f'"""Written by cupyattn judge: {failure.kind},\n{failure.problem}."""\n'
         "from pathlib import Path\n\n"
         "from cupyattn.interop.callables import called\n"
@@ -173,7 +173,8 @@ def _leave(args: argparse.Namespace, taken: tuple[str, ...], failure: Failure) -
         f"attention = attention.limited({list(taken)!r})\n"
         f"{judged}"
         "print(report)\n"
-        "raise SystemExit(not report.passed)\n",
-        encoding="utf-8",
+        "raise SystemExit(not report.passed)\n"
     )
+    with replacing(script) as file:
+        file.write(text.encode())
     output.say(f"Wrote {npz} and {script}: python {script} runs this problem alone.")

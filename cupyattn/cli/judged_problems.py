@@ -177,7 +177,7 @@ def _judged(
         report = judge(o, q, k, v, lse=lse, **asked)
     except NotImplementedError:
         raise
-    except Exception:  # noqa: BLE001 - whatever it is, it is a failure of the function
+    except (Exception, SystemExit):  # noqa: BLE001 - a failure of the function, whatever it is
         kind, message, ratio = RAISED, traceback.format_exc(), float("inf")
     else:
         ratio = max(report.ratio, report.lse_ratio or 0.0)
@@ -201,7 +201,7 @@ def _judged_gradients(
         report = judge_backward(found, d_out, q, k, v, **asked)
     except NotImplementedError:
         raise
-    except Exception:  # noqa: BLE001 - whatever it is, it is a failure of the function
+    except (Exception, SystemExit):  # noqa: BLE001 - a failure of the function, whatever it is
         kind, message, ratio = RAISED, traceback.format_exc(), float("inf")
     else:
         ratio = report.ratio

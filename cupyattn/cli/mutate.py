@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     source = Path(args.file)
     if source.suffix not in (".cu", ".ptx"):
         raise ValueError(f"give a .cu or a .ptx file, got {args.file}")
-    text = source.read_text(encoding="utf-8")
+    try:
+        text = source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read {source}: {error}") from None
     drawn = _drawn(args, text)
     record_path = Path(args.json or f"{source.name}.mutants.json")
     record = _record(record_path, args, text)
@@ -137,7 +140,9 @@ def _record(path: Path, args: argparse.Namespace, text: str) -> dict[str, Any]:
         return empty
     try:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        if not isinstance(kept, dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no record ({error}): delete it, or give --json") from None
     for name, value in of.items():
         if kept.get(name) != value:

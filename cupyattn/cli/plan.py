@@ -26,6 +26,8 @@ from cupyattn.problem.checks import AttentionSpec, check_limits
 
 #: The architecture to plan for without a device.
 _ARCH = "sm_90a"
+#: Largest number of devices, since every mesh of them is predicted.
+_MOST_DEVICES = 65536
 #: Default number of queries and keys.
 _LENGTH = 4096
 #: Devices and rows of ``--all-sizes``.
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         args, "batch", "heads", "heads_kv", "len", "len_kv", "head_dim", "devices", "per_host",
         "ulysses",
     )  # fmt: skip
+    if args.devices > _MOST_DEVICES:
+        raise ValueError(f"--devices must be at most {_MOST_DEVICES}, got {args.devices}")
     several = args.devices > 1
     _refuse(args, "with --all-sizes, which has its own sizes", args.all_sizes,
             devices=1, len=_LENGTH, len_kv=None, ulysses=None, variant="auto")  # fmt: skip

@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -274,7 +275,7 @@ def called(text: str, library: str = "numpy", device: str = "cpu") -> Called:
     ValueError
         If there is no such function, or the library is not known.
     UnsupportedError
-        If the library or the module cannot be imported.
+        If the library or the module cannot be imported, or the library's device is missing.
     """
     if library not in LIBRARIES:
         raise ValueError(f"library must be one of {', '.join(LIBRARIES)}, got {library!r}")
@@ -288,7 +289,15 @@ def called(text: str, library: str = "numpy", device: str = "cpu") -> Called:
         function = getattr(function, part, None)
     if not callable(function):
         raise ValueError(f"{text} is no function: give MODULE:NAME or FILE.py:NAME")
-    return Called(function, library, device, _taken(function, LIBRARIES[library]))
+    made = Called(function, library, device, _taken(function, LIBRARIES[library]))
+    try:
+        made._array(np.zeros(1, np.float16))
+    except Exception as error:  # each library has others
+        raise UnsupportedError(
+            f"{library} needs a device for its arrays, and this machine has none ({error}): take "
+            "another library, or a device that the library sees"
+        ) from error
+    return made
 
 
 def _module(text: str) -> ModuleType:
@@ -309,7 +318,17 @@ def _module(text: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and Triton look their module up there
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ImportError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"line {last.lineno} of {Path(last.filename).name} raised "
+        raise ValueError(
+            f"{place} cannot be imported: {'' if isinstance(error, SyntaxError) else where}"
+            f"{type(error).__name__}: {error}"
+        ) from error
     return module
 
 

@@ -192,3 +192,47 @@ def test_inputs_are_copies(mine: Path, capsys: pytest.CaptureFixture[str]) -> No
     few = ("--problems", "5", "--dtypes", "float32")
     assert judged(capsys, "mine.py:overwrites", *few)[0] == 0
 
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(:", "mine.py cannot be imported: SyntaxError: invalid syntax (mine.py, line 1)"),
+        ("\nraise SystemExit(0)", "cannot be imported: line 2 of mine.py raised SystemExit: 0"),
+        ("1 / 0", "line 1 of mine.py raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_fails_is_named_in_one_line(
+    text: str, message: str, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text(text)
+    assert cli.main(["judge", "mine.py:f"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_function_that_ends_the_process_has_failed(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.py").write_text("def leaves(q, k, v):\n    raise SystemExit(0)\n")
+    status, lines = judged(capsys, "mine.py:leaves", "--dtypes", "float32")
+    assert status == 1 and "the function failed" in lines[-1]
+
+
+def test_a_library_without_its_device_judges_nothing(
+    mine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_device(self: object, x: object) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("cupyattn.interop.callables.Called._array", no_device)
+    assert cli.main(["judge", "mine.py:right"]) == 2
+    assert "numpy needs a device for its arrays" in capsys.readouterr().err
+    assert not Path("judged.npz").exists()
+
+
+def test_the_reproducer_does_not_replace_the_judged_file(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["judge", "mine.py:last_key_lost", "--out-name", "mine"]) == 2
+    assert "--out-name would replace 'mine.py', which the command" in capsys.readouterr().err
+    assert Path("mine.py").read_text() == FILE

@@ -146,7 +146,10 @@ def test_some_of_them_by_a_seed_and_by_lines(
         (("scale.cu", "--lines", "99", *LOOK), "has no place for such a fault"),
         (("scale.cu", "--kinds", "barrier", *LOOK), "has no place for such a fault"),
         (("scale.cu", "--define", "A", *LOOK), "--define takes NAME=NUMBER"),
-        (("scale.cu", "--json", "look.py", *LOOK), "look.py is no record"),
+        (("scale.cu", "--json", "text.json", *LOOK), "text.json is no record"),
+        (("scale.cu", "--json", "list.json", *LOOK), "list.json is no record"),
+        (("scale.cu", "--json", "deep.json", *LOOK), "deep.json is no record"),
+        (("bytes.cu", *LOOK), "cannot read bytes.cu"),
         (("missing.cu", *LOOK), "missing.cu"),
         (("scale.cu", "--", "no-such-command"), "no-such-command"),
     ],
@@ -154,5 +157,8 @@ def test_some_of_them_by_a_seed_and_by_lines(
 def test_mistakes_are_one_line(
     arguments: tuple[str, ...], message: str, mine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name, content in {"text": "x", "list": "[]", "deep": "[" * 99_999}.items():
+        Path(f"{name}.json").write_text(content)
+    Path("bytes.cu").write_bytes(b"\xff")
     status, _, error = mutated(capsys, *arguments)
     assert status == 2 and message in error and len(error.splitlines()) == 1

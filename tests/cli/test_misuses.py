@@ -117,6 +117,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("judge math:nothing", "math:nothing is no function"),
         ("judge math:hypot --library triton", "invalid choice: 'triton'"),
         ("judge math:hypot --p fp4", "p must be one of 'fp32', 'fp16', 'bf16', 'e4m3'"),
+        ("plan --devices 99999999", "--devices must be at most 65536, got 99999999"),
+        ("advise deep.json --tokens 9", "deep.json is no configuration of a model"),
         ("judge math:hypot --dtypes half", "invalid choice: 'half'"),
         ("judge math:hypot --json nowhere/x.json", "nowhere"),
         ("judge math:hypot --out-name nowhere/x", "--out-name: there is no folder 'nowhere'"),
@@ -173,6 +175,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     judged = {"variant": "fa", "judgement": {"j2": 0.5}}
     for name, rows in (("a", [judged]), ("timed", [{"variant": "fa", "seconds": 1.0}])):
         (folder / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    (folder / "deep.json").write_text("[" * 99_999)
     return folder
 
 
@@ -289,3 +292,37 @@ def test_without_a_device_a_command_says_that_it_needs_one(
 def test_the_misuses_are_many_and_different() -> None:
     pairs = [pair[0] for some in MISUSES.values() for pair in some]
     assert len(pairs) == len(set(pairs)) >= 100
+
+
+# ---- outputs that are inputs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ("analyze model --json model/model.safetensors", "--output"),
+        ("analyze model --json model/config.json", "--output"),
+        ("analyze model/model.safetensors --output link", "--output"),
+        ("convert model --output new --json model/config.json", "--json"),
+        ("interpret fa --qkv x.npz --trace x.npz", "--trace"),
+        ("ladder --qkv x.npz --json ./x.npz", "--json"),
+        ("compare a.json b.json --json a.json", "--json"),
+        ("report a.json --out a.json", "--out"),
+        ("trial made.py:pipe --html made.py", "--html"),
+    ],
+)
+def test_no_output_replaces_what_the_command_reads(
+    arguments: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    write(Path("model", "model.safetensors"), {"a.weight": np.ones((8, 8), np.float32)})
+    for name in ("model/config.json", "x.npz", "a.json", "b.json", "made.py"):
+        Path(name).write_text("{}")
+    Path("link").symlink_to("model/model.safetensors")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert cli.main(arguments.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{flag} would replace " in line and "which the command reads" in line
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
