@@ -202,6 +202,15 @@ def test_a_graph_outlives_no_module() -> None:
         torch.ops.cupyattn.attention(q, k, v, *[None] * 8, None, 0, False, "block_mask=-1")
 
 
+def test_a_graph_finds_nothing_that_was_made_where_its_object_was() -> None:
+    layers, masks = set(), set()
+    for _ in range(20):  # at the address of the one before, as a rule
+        layers.add(interop.Int8Attention(2, 16, num_timesteps=10)._number)
+        masks.add(schema.number_of(BlockMask(np.ones((1, 1, 1, 1), bool), 64, 64)))
+    assert len(layers) == len(masks) == 20
+
+
+
 def test_pruning_guidance_and_projections() -> None:
     arrays = inputs()
     core = ca.Int8Attention(4, 16, num_timesteps=50, enable_pruning=True, pruning_ratio=0.5)
@@ -221,7 +230,7 @@ def test_pruning_guidance_and_projections() -> None:
         trained = [x.grad is not None for x in module.parameters()]
         assert all(trained) and len(list(module.state_dict())) >= 1
     q, k, v = tensors(arrays)
-    cond, uncond = module.fused_cfg(q, -q, k, v, 3)
+    cond, uncond = module.fused_cfg(q, torch._neg_view(q), k, v, 3)
     assert torch.equal(cond, module(q, k, v, 3)) and torch.equal(uncond, module(-q, k, v, 3))
 
 
@@ -275,6 +284,12 @@ def test_what_is_refused() -> None:
         (UnsupportedError, "not implemented for torch.float32",
          lambda: layer()(*(x.float() for x in (q, k, v)), 3)),
         (ValueError, "50", lambda: layer()(q, k, v, 50)),
+        (ValueError, r"timestep must be one step for the whole batch, got shape \(2,\)",
+         lambda: layer()(q, k, v, torch.tensor([3, 3]))),
+        (TypeError, "argument 'q_uncond' must be Tensor, not NoneType",
+         lambda: layer().fused_cfg(q, None, k, v, 3)),
+        (ValueError, "q_cond and q_uncond must have one shape and dtype",
+         lambda: layer().fused_cfg(*(x.detach() for x in (q, q.bfloat16(), k, v)), 3)),
         (TypeError, "give either timestep or sigma", lambda: layer()(q, k, v)),
         (TypeError, "timestep must be an int, or a tensor on the CPU, got one on meta",
          lambda: layer()(q, k, v, torch.tensor(3, device="meta"))),

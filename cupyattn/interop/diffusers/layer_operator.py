@@ -7,7 +7,6 @@ replay host code, so Inductor leaves the operator out of them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cupyattn.interop.torch.checks import check_tensors
+from cupyattn.interop.torch.numbered import Numbered
 from cupyattn.interop.torch.ops import define
 
 _TENSORS = ("q", "k", "v", "mask", "bias")
@@ -28,14 +28,13 @@ class HostLayer(Protocol):
         ...
 
 
-_layers: weakref.WeakValueDictionary[int, HostLayer] = weakref.WeakValueDictionary()
+_layers: Numbered[HostLayer] = Numbered()
 
 
 def number_of(layer: HostLayer) -> Tensor:
     """Return the number of a layer in a graph, int64 on the host, valid while the layer exists."""
-    _layers[id(layer)] = layer
     with torch.inference_mode(False):
-        number = torch.tensor(id(layer), dtype=torch.int64, device="cpu")
+        number = torch.tensor(_layers.number_of(layer), dtype=torch.int64, device="cpu")
     return number
 
 
@@ -50,7 +49,7 @@ def attend(
 
 def _attention(*arguments: Any) -> Tensor:
     *operands, scale, number, mode = arguments
-    layer = _layers.get(int(number))
+    layer = _layers.find(int(number))
     if layer is None:
         raise RuntimeError(
             "the attention layer of this graph no longer exists, or belongs to another process: "

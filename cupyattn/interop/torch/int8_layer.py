@@ -5,7 +5,6 @@ The operator knows the layer by a number, so that one graph serves every timeste
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from cupyattn.interop.torch.bridge import (
 )
 from cupyattn.interop.torch.calls import TensorSettings, backward_pass
 from cupyattn.interop.torch.checks import check_differentiable, check_tensors
+from cupyattn.interop.torch.numbered import Numbered
 from cupyattn.interop.torch.ops import (
     RECEIVED,
     backward_fake,
@@ -70,17 +70,16 @@ class Layer(Int8Attention):
         return TensorSettings.of(scale=self._scale, **options)
 
 
-_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
+_layers: Numbered[Layer] = Numbered()
 
 
 def number_of(layer: Layer) -> int:
     """Return the number of a layer in a schema, valid while the layer exists."""
-    _layers[id(layer)] = layer
-    return id(layer)
+    return _layers.number_of(layer)
 
 
 def _layer_of(number: int) -> Layer:
-    found = _layers.get(number)
+    found = _layers.find(number)
     if found is None:
         raise RuntimeError(
             "the Int8Attention of this graph no longer exists, or belongs to another process: keep "

@@ -317,7 +317,11 @@ class Int8Attention(torch.nn.Module):
             As for a call of the module.
         """
         tensors = in_region(named(q_cond, k, v, mask=mask, rope=rope))
-        tensors["q_uncond"] = q_uncond.to(tensors["q"].dtype)
+        if not isinstance(q_uncond, Tensor):
+            raise TypeError(
+                f"fused_cfg(): argument 'q_uncond' must be Tensor, not {type(q_uncond).__name__}"
+            )
+        tensors["q_uncond"] = in_region(named(q_uncond, tensors["k"], tensors["v"]))["q"]
         if any(autograd_state(tensors.values())):
             raise UnsupportedError(
                 "fused_cfg is not supported where torch traces or differentiates it: call the "
@@ -351,5 +355,10 @@ def _number(timestep: Any) -> Any:
         raise TypeError(
             f"timestep must be an int, or a tensor on the CPU, got one on {timestep.device}: to "
             "read it would wait for the device"
+        )
+    if timestep.numel() != 1:
+        raise ValueError(
+            f"timestep must be one step for the whole batch, got shape {tuple(timestep.shape)}: "
+            "give timestep[0] if all are equal, or call the module for each"
         )
     return timestep.item()

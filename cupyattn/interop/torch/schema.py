@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.torch.calls import TENSORS, TensorSettings
+from cupyattn.interop.torch.numbered import Numbered
 from cupyattn.kernels.tiles import Tiles
 from cupyattn.problem.block_mask import BlockMask
 from cupyattn.problem.settings import Settings
@@ -40,7 +40,7 @@ _QUANT_FIELDS, _TILE_FIELDS = (
     tuple(field.name for field in fields(record)) for record in (QuantConfig, Tiles)
 )
 #: Block masks by their numbers in graphs.
-_block_masks: weakref.WeakValueDictionary[int, BlockMask] = weakref.WeakValueDictionary()
+_block_masks: Numbered[BlockMask] = Numbered()
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _parsed(text: str) -> TensorSettings:
 
 
 def _block_mask_of(number: int) -> BlockMask:
-    found = _block_masks.get(number)
+    found = _block_masks.find(number)
     if found is None:
         raise RuntimeError(
             "the block mask of this graph no longer exists, or belongs to another process: keep "
@@ -198,5 +198,4 @@ def number_of(block_mask: BlockMask) -> int:
             "a block_mask cannot go into a graph as an argument of a function: make a "
             "cupyattn.interop.torch.Attention(block_mask=...) outside, and call that"
         )
-    _block_masks[id(block_mask)] = block_mask
-    return id(block_mask)
+    return _block_masks.number_of(block_mask)
