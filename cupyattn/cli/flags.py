@@ -51,7 +51,7 @@ def check_elements(*shape: int) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raise ValueError if a command would replace a file that it reads.
+    """Raise ValueError if a command would replace a file that it reads, or an output has no name.
 
     Parameters
     ----------
@@ -60,6 +60,8 @@ def check_outputs(args: argparse.Namespace) -> None:
     """
     read = list(_files_read(args))
     for name, endings in OUTPUTS.items():
+        if getattr(args, name, None) == "":  # as of an unset variable of the shell
+            raise ValueError(f"--{name.replace('_', '-')} must name a file, got ''")
         for ending in endings if getattr(args, name, None) else ():
             target = Path(f"{getattr(args, name)}{ending}")
             if target.is_file() and any(_holds(path, target) for path in read):
