@@ -81,9 +81,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     inputs.add_arguments(parser, "normal, 1 head, length 64, head_dim 64")
 
 
+#: Flags with their defaults, and the flag without which they have no effect.
+_OF_WATCHERS = (
+    ("trace_of", "0:0:0", "trace"), ("trace_lines", 100_000, "trace"), ("stops", 1, "stop_at"),
+)  # fmt: skip
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     flags.check_whole(args, "trace_lines", "stops")
+    for flag, plain, of in _OF_WATCHERS:
+        if getattr(args, flag) != plain and not getattr(args, of):
+            name, needs = flag.replace("_", "-"), of.replace("stop_at", "break")
+            raise ValueError(f"--{name} changes nothing without --{needs}: leave it out")
     description = own_launch.description_of(args, FILE_OPTIONS)
     if description is not None:
         profile, where, observers = _observers(args)

@@ -117,6 +117,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("judge math:nothing", "math:nothing is no function"),
         ("judge math:hypot --library triton", "invalid choice: 'triton'"),
         ("judge math:hypot --p fp4", "p must be one of 'fp32', 'fp16', 'bf16', 'e4m3'"),
+        ("interpret fa --trace-lines 5", "--trace-lines changes nothing without --trace"),
+        ("interpret fa --stops 2", "--stops changes nothing without --break: leave it out"),
         ("info --json=", "--json must name a file, got ''"),
         ("plan --devices 99999999", "--devices must be at most 65536, got 99999999"),
         ("advise deep.json --tokens 9", "deep.json is no configuration of a model"),
