@@ -46,6 +46,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v, variant=3)", "variant must be one of unfused, fa, fa_warps,"),
         ("ca.attention(q, k, v, variant=['fa'])", "variant must be one of unfused, fa, fa_warps,"),
         ("ca.attention(q, k, v, accuracy='best')", "accuracy must be 'full', 'balanced' or"),
+        ("ca.attention(q, k, v, variant='fa', accuracy=3)", "accuracy must be 'full', 'balanced'"),
         ("ca.attention(q, k, v, causal=1)", "causal must be True or False, got 1"),
         ("ca.attention(q, k, v, causal='yes')", "causal must be True or False, got 'yes'"),
         ("ca.attention(q, k, v, causal=True, causal_align='left')", "causal_align must be"),
@@ -188,6 +189,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ),
         ("ca.QuantizedQKV.from_codes(q, q, q, 1.0, 1.0)", "q_codes must be int8, got float16"),
         ("ca.QuantizedQKV.from_codes(codes, codes, q, 0.0, 1.0)", "q_scale must be an array or a"),
+        ("ca.QuantizedQKV.from_codes(codes, codes, q, 1e39, 1.0)", "q_scale must be an array or a"),
+        ("ca.QuantizedQKV.from_codes(codes, codes, q, 1.0, 1e-50)", "k_scale must be an array or"),
         (
             "ca.QuantizedQKV.from_codes(codes, codes, q, np.ones(3, 'f4'), 1.0)",
             "q_scale must have shape (batch or 1, heads or 1, groups), got",
