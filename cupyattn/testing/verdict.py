@@ -153,8 +153,7 @@ def judge(
         raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
     cu_seqlens_q, cu_seqlens_k = taken(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
-        missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
-        raise TypeError(f"packed sequences have cu_seqlens_q and cu_seqlens_k: give {missing}, too")
+        raise TypeError("packed sequences need cu_seqlens_q and cu_seqlens_k: give both")
     packed = cu_seqlens_q is not None
     packed = packed or getattr(quantized, "cu_seqlens_q", None) is not None
     if packed and (signed is not None or rows is not None):
