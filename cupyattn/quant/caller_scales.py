@@ -20,9 +20,7 @@ def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
     with np.errstate(over="ignore"):
         number = np.float32(as_float(scale)) if isinstance(scale, (int, float)) else np.float32(0)
     if not 0 < number < np.inf:
-        raise ValueError(
-            f"{name}_scale must be an array or a positive float, in float32, got {shown(scale)}"
-        )
+        raise ValueError(f"{name}_scale must be an array or a positive float, got {shown(scale)}")
     return xp.full((1,) * axes, number, np.float32)
 
 
