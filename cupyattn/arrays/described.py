@@ -359,8 +359,23 @@ def check_receiver(out: Described, shape: Sequence[int], dtype: str) -> None:
         )
     if any(s == 0 and n > 1 for s, n in zip(out.strides, out.shape, strict=True)):
         raise ValueError(f"out must not be a broadcast view, got strides {out.strides}")
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"out must not overlap itself, got shape {out.shape} with strides {out.strides}: give "
+            "an array whose elements each have a place in memory of their own"
+        )
     if not out.writeable:
         raise ValueError("out must be an array that may be written to, got a read-only one")
+
+
+def _overlaps_itself(out: Described) -> bool:
+    """Whether steps along an axis may land within the elements of the axes with smaller steps."""
+    extent = out.itemsize
+    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, out.shape, strict=True)):
+        if n > 1 and stride < extent:
+            return True
+        extent += (n - 1) * stride
+    return False
 
 
 def meetings(out: Described, read: Mapping[str, Described]) -> dict[str, tuple[int, int]]:

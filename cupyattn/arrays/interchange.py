@@ -185,9 +185,10 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
         )
     try:
         device = int(array.__dlpack_device__()[0])
-    except ValueError as error:  # of torch, for its meta tensors
+    except (ValueError, TypeError, LookupError) as error:  # torch raises it for its meta tensors
         raise TypeError(
-            f"{name} must lie on a CPU or a CUDA device, got one on {array.device}"
+            f"{name} must lie on a CPU or a CUDA device, got one on "
+            f"{getattr(array, 'device', 'no known device')}"
         ) from error
     if device == _DLPACK_CUDA:
         import cupy

@@ -70,6 +70,12 @@ def check_kind(name: str, array: Array) -> None:
         )
 
 
+def check_real(name: str, array: Array) -> None:
+    """Raise TypeError for an array whose elements are no real numbers, such as complex ones."""
+    if array.dtype.kind in "cOSUmM":
+        raise TypeError(f"{name} must hold real numbers, got dtype {array.dtype}: convert it")
+
+
 def check_values(name: str, values: Any) -> None:
     """Raise TypeError for an array_like that is, or contains, an array `check_kind` refuses.
 

@@ -188,7 +188,10 @@ def predict(
     of_values = (largest == 0) | ((largest >= LEAST_VALUES) & (largest * keys <= LARGEST_SUM))
     known = usable[..., None] & fits & ~spoilt & of_values & xp.isfinite(o) & xp.isfinite(width)
     attends = (count > 0)[..., None]
-    bound = xp.where(attends, xp.where(known, width, xp.inf), 0.0)
+    if mean is not None:
+        spoilt = spoilt | ~xp.isfinite(mean)
+    without_keys = xp.where(spoilt, xp.inf, 0.0)  # 0 times a NaN, or a mean that is one
+    bound = xp.where(attends, xp.where(known, width, xp.inf), without_keys)
     return Prediction(xp.where(attends & known, o, 0.0), bound, in_doubt)
 
 

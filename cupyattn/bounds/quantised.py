@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cupyattn.arrays.groups import scale_of_row, split_heads, value_scale_of_key
 from cupyattn.arrays.interchange import operand, operands
 from cupyattn.arrays.kinds import (
@@ -30,6 +32,7 @@ FLOAT64_UNDERFLOW = 2.0**-1060
 
 
 @takes_options
+@np.errstate(over="ignore", invalid="ignore")  # of operands that are not finite
 def quantisation(
     q: Array,
     k: Array,
@@ -135,10 +138,14 @@ def quantisation(
         spoilt = spoilt | (~xp.isfinite(dv)).any(axis=-2, keepdims=True)
         attends = block.admitted.any(axis=-1)
         total = xp.where(usable[..., None] & ~spoilt, total, xp.inf)
-        terms["R1"][block.index] = xp.where(attends[..., None], total, 0.0)
+        # NOTE: a score of -inf drops its key, but no code stands for the infinity that made it.
+        endless = xp.isinf(block.q).any(axis=-1) | xp.isinf(block.k).any(axis=(-2, -1))[..., None]
+        total = xp.where(attends[..., None], total, 0.0)
+        terms["R1"][block.index] = xp.where(endless[..., None], xp.inf, total)
         delta_lse = delta_lse + REFERENCE * sigma * (dq * xp.abs(mean)).sum(axis=-1)
         delta_lse = delta_lse + 2.0**-45 * (1 + xp.abs(xp.where(usable, exact_lse, 0.0)))
-        lse[block.index] = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
+        delta_lse = xp.where(attends, xp.where(usable, delta_lse, xp.inf), 0.0)
+        lse[block.index] = xp.where(endless, xp.inf, delta_lse)
     return assemble(terms, lse)
 
 

@@ -181,7 +181,8 @@ def perturb(
     xp = array_namespace(block.S)
     admitted = block.admitted
     head_dim = block.q.shape[-1]
-    magnitudes = xp.abs(block.q) @ xp.abs(block.k).swapaxes(-1, -2)  # Σ|q||k|
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities
+        magnitudes = xp.abs(block.q) @ xp.abs(block.k).swapaxes(-1, -2)  # Σ|q||k|
     finite = xp.isfinite(block.S) & xp.isfinite(magnitudes)
     top = xp.where(finite, block.S, NEG_INF).max(axis=-1)
     top = xp.where(xp.isfinite(top), top, 0.0)

@@ -240,7 +240,8 @@ def interpret(problem: Any, work: Work, bound: Mapping[str, Any]) -> dict[str, A
     scratch = {one.name: memory.fresh(one.shape, one.dtype, one.zeros) for one in work.between}
     for one in work.between:
         if one.cast_of:
-            scratch[one.name][...] = bound[one.cast_of]
+            with np.errstate(over="ignore"):  # an infinity, as on a device
+                scratch[one.name][...] = bound[one.cast_of]
         if one.copy_of:
             scratch[one.name][...] = bound[one.copy_of]
     # NOTE: a fresh array is often zero, and a store that never happens would not be seen.

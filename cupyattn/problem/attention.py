@@ -37,6 +37,7 @@ from cupyattn.problem.problem import Problem, Result
 from cupyattn.problem.row_preparation import Preparation, check_turned_before
 from cupyattn.problem.sequences import LENGTHS, SEQUENCES
 from cupyattn.problem.settings import Settings, of_arguments
+from cupyattn.problem.support import within_reach
 from cupyattn.quant.config import QuantConfig
 from cupyattn.quant.operand_protocol import Quantized, check_one_sequence, check_queries
 from cupyattn.quant.packed import packed_groups, packed_values
@@ -417,6 +418,7 @@ def in_every_form(one: KernelCall) -> list[KernelCall]:
     )
     q, k, v = (fresh_rows(Operand.of(x)) for x in (q, k, v))
     o = Operand.contiguous(call.output_shape, STORAGE[call.dtype].itemsize)
+    bias = None if bias is None else within_reach(bias)
     places = Operands(q, k, v, o, mask, bias)
     asked = [(kernel.codes, None, arch) for arch in FORM_ARCHITECTURES]
     kernels = settle_each(kernel.variant, call, [places], asked, one.settings.tiles)

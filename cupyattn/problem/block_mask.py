@@ -13,6 +13,7 @@ import numpy as np
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import Array, array_namespace
+from cupyattn.errors import shown
 from cupyattn.kernels.limits import check_length
 from cupyattn.problem.checks import check_limits
 
@@ -311,5 +312,5 @@ def _lists(mask: Array) -> Array:
 def _check_sizes(block_q: Any, block_kv: Any) -> None:
     """Raise ValueError unless blocks have sizes that the kernels take."""
     for name, size in (("block_q", block_q), ("block_kv", block_kv)):
-        if isinstance(size, bool) or size not in BLOCK_SIZES:
-            raise ValueError(f"{name} must be 64 or 128, got {size!r}")
+        if not isinstance(size, (int, np.integer)) or size not in BLOCK_SIZES:
+            raise ValueError(f"{name} must be 64 or 128, got {shown(size)}")

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cupyattn.errors import UnsupportedError, shown
+from cupyattn.errors import UnsupportedError
 from cupyattn.kernels.ladder import VARIANTS
 from cupyattn.kernels.measured_times import MEASURED, MEASURED_8_BIT, RECORD, RECORD_8_BIT, Rows
+from cupyattn.problem.settings import ACCURACIES, check_accuracy
 from cupyattn.quant.config import QuantConfig
 
 #: Families of kernels in the 16/32-bit arithmetic of the input; the rule prefers the first.
@@ -27,8 +28,6 @@ QUANT = {
     "balanced": QuantConfig(granularity_k="block"),
     "aggressive": QuantConfig("token", "block", pv="int8", granularity_v="channel"),
 }
-#: Accuracy classes. Each also allows the arithmetic of the classes before it.
-CLASSES = ("full", *QUANT)
 
 
 class Measurement(NamedTuple):
@@ -123,10 +122,7 @@ def choose(
     'fa_tc'
     """
     len_q = len_kv if len_q is None else len_q
-    if accuracy not in CLASSES:
-        raise ValueError(
-            f"accuracy must be 'full', 'balanced' or 'aggressive', got {shown(accuracy)}"
-        )
+    check_accuracy(accuracy)
     why = f"the fastest rung of accuracy class {accuracy!r} for {dtype}"
     if accuracy == "full":
         rungs = _full_rungs(dtype)
@@ -135,7 +131,7 @@ def choose(
         by_rule = rungs[0]
     else:
         rows, record = MEASURED_8_BIT, RECORD_8_BIT
-        allowed = CLASSES[1 : CLASSES.index(accuracy) + 1]
+        allowed = ACCURACIES[1 : ACCURACIES.index(accuracy) + 1]
         choices = {"fa_tc": Choice("fa_tc", why)}
         choices |= {name: Choice("fa_int8", why, QUANT[name]) for name in allowed}
         by_rule = accuracy

@@ -483,16 +483,16 @@ class Preparation:
     def exact(self, q: Array, k: Array) -> tuple[Array, Array]:
         """Return Q and K normalised, turned and rotated in float64, by the same tables."""
         q, k = as_float64(q), as_float64(k)
-        if self.norm is not None:
-            weights = self.norm.q_weight, self.norm.k_weight
-            q, k = (
-                x / np.sqrt(self.norm.mean_square(x) + self.norm.eps)
-                * self.norm.by_row(w, x.shape[2])
-                for x, w in zip((q, k), map(as_float64, weights), strict=True)
-            )  # fmt: skip
-        if self.rope is not None:
-            q, k = self.rope.exact(q, k)
         with np.errstate(invalid="ignore"):  # infinities
+            if self.norm is not None:
+                weights = self.norm.q_weight, self.norm.k_weight
+                q, k = (
+                    x / np.sqrt(self.norm.mean_square(x) + self.norm.eps)
+                    * self.norm.by_row(w, x.shape[2])
+                    for x, w in zip((q, k), map(as_float64, weights), strict=True)
+                )  # fmt: skip
+            if self.rope is not None:
+                q, k = self.rope.exact(q, k)
             return (rotated(q), rotated(k)) if self.rotate else (q, k)
 
     def mean_of_products(self, x: Array, y: Array) -> Array:

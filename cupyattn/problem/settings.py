@@ -41,6 +41,9 @@ PLACES = ("causal", "causal_align", "window")
 #: Number of remembered calls (`cupyattn.runtime.recent`), and of settings of such calls.
 MOST_REMEMBERED = 1024
 
+#: Accuracy classes. Each also allows the arithmetic of the classes before it.
+ACCURACIES = ("full", "balanced", "aggressive")
+
 #: The window of a call without a limit of distance.
 NO_WINDOW = (-1, -1)
 
@@ -128,11 +131,20 @@ def check_settings(settings: Settings) -> None:
         )
     for name in ("causal", "return_lse", "check_finite"):
         check_switch(name, getattr(settings, name))
+    check_accuracy(settings.accuracy)
     check_arch(settings.arch)
     if settings.arch is not None and settings.quant is not None and settings.quant.pv == "fp8":
         check_capability(settings.arch, E4M3_CAPABILITY)
     if settings.layout not in ("BHSD", "BSHD"):
         raise ValueError(f"layout must be 'BHSD' or 'BSHD', got {shown(settings.layout)}")
+
+
+def check_accuracy(accuracy: Any) -> None:
+    """Raise ValueError unless there is an accuracy class of that name."""
+    if accuracy not in ACCURACIES:
+        raise ValueError(
+            f"accuracy must be 'full', 'balanced' or 'aggressive', got {shown(accuracy)}"
+        )
 
 
 def check_switch(name: str, value: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from cupyattn.arrays.operand import Operand
@@ -359,6 +360,17 @@ def can_copy_bias(bias: Operand) -> bool:
     *rows, key = bias.steps
     odd = any(s < 0 or s * bias.itemsize % BIAS_ALIGNMENT for s in rows)
     return key == 1 and not bias.misalignment and not odd
+
+
+def within_reach(bias: Operand) -> Operand:
+    """Describe a bias as the copy engine moves it: itself, or a copy with padded rows."""
+    if bias.steps[-1] == 0 or can_copy_bias(bias):
+        return bias
+    count = BIAS_ALIGNMENT // bias.itemsize
+    *rows, keys = (n if step else 1 for n, step in zip(bias.shape, bias.steps, strict=True))
+    copy = Operand.contiguous((*rows, -(-keys // count) * count), bias.itemsize)
+    strides = tuple(s if step else 0 for s, step in zip(copy.strides, bias.steps, strict=True))
+    return replace(copy, shape=bias.shape, strides=strides)
 
 
 def _of_sizes(form: Form, offer: Offer) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyattn.arrays.kinds import Array
+from cupyattn.errors import shown
+from cupyattn.kernels.limits import as_float
 from cupyattn.quant.config import GROUP_ALL
 from cupyattn.quant.quantizers import group_count
 
@@ -15,9 +17,11 @@ def _as_array(xp: Any, name: str, scale: Any, axes: int) -> Any:
     """Return a given scale unchanged; a single float becomes an array of `ndim` axes."""
     if hasattr(scale, "shape"):
         return scale
-    if not (isinstance(scale, (int, float)) and 0 < scale < float("inf")):
-        raise ValueError(f"{name}_scale must be an array or a positive float, got {scale!r}")
-    return xp.full((1,) * axes, scale, np.float32)
+    with np.errstate(over="ignore"):
+        number = np.float32(as_float(scale)) if isinstance(scale, (int, float)) else np.float32(0)
+    if not 0 < number < np.inf:
+        raise ValueError(f"{name}_scale must be an array or a positive float, got {shown(scale)}")
+    return xp.full((1,) * axes, number, np.float32)
 
 
 def given_scale(

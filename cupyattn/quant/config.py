@@ -14,7 +14,7 @@ import numpy as np
 from cupyattn.arrays import memory
 from cupyattn.arrays.described import Described
 from cupyattn.arrays.interchange import device_of, is_cupy, taken_arrays
-from cupyattn.arrays.kinds import array_namespace
+from cupyattn.arrays.kinds import array_namespace, check_real
 from cupyattn.errors import UnsupportedError, shown
 from cupyattn.kernels.limits import GROUP_ALL as GROUP_ALL
 from cupyattn.kernels.limits import as_float
@@ -204,6 +204,7 @@ class QuantConfig:
                         f"the static {name}_scale must have shape (batch or 1, heads or 1, "
                         f"groups), got {tuple(scale.shape)}"
                     )
+                check_real(f"the static {name}_scale", scale)
             elif not (isinstance(scale, (int, float)) and 0 < as_float(scale) < math.inf):
                 raise ValueError(
                     f"the static {name}_scale must be an array or a positive float, got "
@@ -420,5 +421,5 @@ def _one_of(
     allowed = tuple(allowed)
     choices = " or ".join(map(repr, allowed))
     # NOTE: 1 == True in Python, but 1 as the value of a switch is a mistake.
-    if not any(value == a and type(value) is type(a) for a in allowed):
+    if not any(type(value) is type(a) and value == a for a in allowed):
         raise ValueError(f"quant.{name} must be {choices}{where}, got {shown(value)}")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupyattn.arrays.interchange import operand
-from cupyattn.arrays.kinds import Array, array_namespace, as_float64
+from cupyattn.arrays.kinds import NEG_INF, Array, array_namespace, as_float64
 from cupyattn.bounds import kernel as kernel_bounds
 from cupyattn.bounds.bound import Bound
 from cupyattn.bounds.codes import Prediction
@@ -197,7 +197,9 @@ def expectation(
     known = o, lse
     bound = kernel_bounds.bound_kernel(received, rows=rows, numerics=numerics)
     if quantized is not None and quantized.k_mean is not None:
-        lse = lse + mean_score(multiplied[0], quantized, rows, call.scale)
+        # NOTE: a row without keys has lse = -inf, even if its query holds a NaN.
+        of_mean = mean_score(multiplied[0], quantized, rows, call.scale)
+        lse = array_namespace(lse).where(lse == NEG_INF, lse, lse + of_mean)
     predicted = None
     coded = codes and numerics is None and quantized is not None
     if coded and kernel.numerics(quantized.config).by_tile:
@@ -224,4 +226,5 @@ def mean_score(q: Array, quantized: Any, rows: Array, scale: float | None) -> Ar
     """Return sigma q.mean, which the mean of the keys adds to every score of a row."""
     sigma = check_scale(scale, q.shape[-1])
     mean = as_float64(quantized.k_mean).repeat(q.shape[1] // quantized.k_mean.shape[1], axis=1)
-    return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)
+    with np.errstate(invalid="ignore"):  # infinities
+        return sigma * (q[:, :, rows] * mean[:, :, None]).sum(axis=-1)

@@ -105,6 +105,7 @@ def judge_backward(
         raise ValueError(f"gradients must be {', '.join(names)}, got {len(gradients)} of them")
     if packed and (cu_seqlens_q is None or cu_seqlens_k is None):
         raise TypeError("packed sequences need cu_seqlens_q and cu_seqlens_k: give both")
+    cu_seqlens_q, cu_seqlens_k = taken(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     gradients = taken(**dict(zip(names, gradients, strict=True)))
     d_out, q, k, v, d_lse, sinks = taken(d_out=d_out, q=q, k=k, v=v, d_lse=d_lse, sinks=sinks)
     options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))

@@ -25,6 +25,7 @@ from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.sequences import LENGTHS as COUNTS
 from cupyattn.problem.sequences import SEQUENCES, describe_lengths, longest, one_entry
 from cupyattn.problem.settings import NO_WINDOW, Settings
+from cupyattn.problem.support import within_reach
 from cupyattn.testing.sinks import with_sinks
 
 #: Arrays with the lengths of sequences or entries.
@@ -203,7 +204,7 @@ def _sequences(
 
 
 def with_longest(settings: Settings, arrays: Mapping[str, Any]) -> Settings:
-    """Return settings of packed sequences whose longest length is the size of mask and bias.
+    """Return settings of packed sequences whose longest lengths fit mask, bias and block mask.
 
     Parameters
     ----------
@@ -211,12 +212,15 @@ def with_longest(settings: Settings, arrays: Mapping[str, Any]) -> Settings:
     arrays : mapping
         Arrays of the call, by name.
     """
+    blocks = arrays.get("block_mask")
     longest: list[int | None] = []
     for axis, name in ((-2, "cu_seqlens_q"), (-1, "cu_seqlens_k")):
-        sizes = [arrays[n].shape[axis] for n in ("mask", "bias") if arrays.get(n) is not None]
-        ends, most = arrays.get(name), max(sizes, default=0)
-        larger = ends is not None and most > np.diff(on_host(ends)).max(initial=1)
-        longest.append(most if larger else None)
+        shapes = [arrays[n].shape for n in ("mask", "bias") if arrays.get(n) is not None]
+        found = int(np.diff(on_host(arrays[name])).max(initial=1))
+        most = max([found, *(shape[axis] for shape in shapes if len(shape) >= -axis)])
+        if blocks is not None and blocks.form.shape[axis] > -(-most // blocks.blocks[axis]):
+            most = blocks.form.shape[axis] * blocks.blocks[axis]
+        longest.append(most if most > found else None)
     return settings._replace(max_len_q=longest[0], max_len_k=longest[1])
 
 
@@ -264,7 +268,9 @@ def kernels_tried(
         asked.append((codes._replace(fused=True), "fused", None))
     as_they_lie = {n: replace(x, misalignment=0) for n, x in problem.places.rows.items()}
     fresh = {n: fresh_rows(x) for n, x in problem.places.rows.items()}
-    places = [problem.places._replace(**rows) for rows in (as_they_lie, fresh)]
+    bias = problem.places.bias
+    bias = None if bias is None else within_reach(bias)
+    places = [problem.places._replace(**rows, bias=bias) for rows in (as_they_lie, fresh)]
     kernels = settle_each(problem.variant, problem.attended, places, asked, settings.tiles)
     return [(kernel.form, kernel.tiles) for kernel in kernels]
 

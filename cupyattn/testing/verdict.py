@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from cupyattn.arrays.interchange import take, taken, taken_pair, unchanged
-from cupyattn.arrays.kinds import Array
+from cupyattn.arrays.kinds import Array, check_real
 from cupyattn.errors import shown
 from cupyattn.kernels import ladder
 from cupyattn.kernels.numerics import Numerics
@@ -21,6 +21,7 @@ from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.resolve import to_bhsd
 from cupyattn.problem.row_preparation import PAIRS
 from cupyattn.problem.settings import ProblemOptions, Unpack, of_arguments, takes_options
+from cupyattn.quant.operand_protocol import Quantized
 from cupyattn.reference.exact import attention_exact
 from cupyattn.testing import judged
 from cupyattn.testing.counterexamples import keep
@@ -148,7 +149,12 @@ def judge(
     (True, 8)
     """
     layout = options.get("layout", "BHSD")
-    packed = not (cu_seqlens_q is None and cu_seqlens_k is None)
+    if quantized is not None and not isinstance(quantized, Quantized):
+        raise TypeError(f"quantized must be a cupyattn.QuantizedQKV, got {shown(quantized)}")
+    cu_seqlens_q, cu_seqlens_k = taken(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise TypeError("packed sequences need cu_seqlens_q and cu_seqlens_k: give both")
+    packed = cu_seqlens_q is not None
     packed = packed or getattr(quantized, "cu_seqlens_q", None) is not None
     if packed and (signed is not None or rows is not None):
         raise ValueError(
@@ -164,6 +170,9 @@ def judge(
     if isinstance(numerics, Numerics) and numerics.foreign is not None:
         check_no_codes(q=q, k=k, v=v)
     o, q, k, v, lse = taken(o=o, q=q, k=k, v=v, lse=lse)
+    for name, result in (("o", o), ("lse", lse)):
+        if result is not None:
+            check_real(name, result)
     options["mask"], options["bias"] = taken(mask=options.get("mask"), bias=options.get("bias"))
     options["rope"] = taken_pair(PAIRS["rope"], options.get("rope"))
     options["qk_norm"] = taken_pair(PAIRS["qk_norm"], options.get("qk_norm"))

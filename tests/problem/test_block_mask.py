@@ -179,6 +179,10 @@ def test_a_judgement_on_the_host_takes_the_mask_there() -> None:
             "block_kv must be 64 or 128, got 32",
         ),
         (
+            lambda: BlockMask(np.ones((1, 1, 2, 3), bool), 64.0, 64), ValueError,
+            "block_q must be 64 or 128, got 64.0",
+        ),
+        (
             lambda: BlockMask(np.ones((1, 1, 2, 3), bool), 64, 64).to_dense(100, 200), ValueError,
             "for len_q=100 and len_kv=200 must have 2 x 4 blocks, got mask.shape=(1, 1, 2, 3)",
         ),

@@ -46,6 +46,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v, variant=3)", "variant must be one of unfused, fa, fa_warps,"),
         ("ca.attention(q, k, v, variant=['fa'])", "variant must be one of unfused, fa, fa_warps,"),
         ("ca.attention(q, k, v, accuracy='best')", "accuracy must be 'full', 'balanced' or"),
+        ("ca.attention(q, k, v, variant='fa', accuracy=3)", "accuracy must be 'full', 'balanced'"),
         ("ca.attention(q, k, v, causal=1)", "causal must be True or False, got 1"),
         ("ca.attention(q, k, v, causal='yes')", "causal must be True or False, got 'yes'"),
         ("ca.attention(q, k, v, causal=True, causal_align='left')", "causal_align must be"),
@@ -128,6 +129,10 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.plan(q, k, v, variant='none')", "variant must be one of unfused, fa, fa_warps,"),
         ("ca.plan(q, k, v)(q, k, v[:, :, :4])", "k and v must agree on length, got q.shape=(1, 2,"),
         ("ca.plan(q, k, v)(q, k)", "v must be a NumPy or CuPy array, or have __dlpack__, got"),
+        (
+            "ca.attention(q, k, v, out=np.lib.stride_tricks.as_strided(q.copy(), strides=(0, 2,"
+            " 32, 2)))", "out must not overlap itself, got shape (1, 2, 8,",
+        ),
         ("ca.plan(q, k, v)(q, k, v, out=q.copy())", "out was not given when the call was planned:"),
         ("ca.plan(q, k, v)(q, k, v, mask=np.ones((8, 8), bool))", "mask was not given when the"),
         ("ca.Tiles(0, 64, 4)", "tiles.block_q must be a positive integer up to 2**20, got 0"),
@@ -169,6 +174,11 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.QuantConfig(scales=(1.0, 1.0))", "a single static q_scale needs"),
         ("ca.QuantConfig('tensor', 'tensor', scales=(0, 1.0))", "the static q_scale must be an"),
         ("ca.QuantConfig('head', 'head', scales=(q, q))", "the static q_scale must have shape"),
+        (
+            "ca.QuantConfig('head', 'head', scales=(q[0].astype('c8'),) * 2)",
+            "the static q_scale must hold real numbers, got dtype complex64: convert",
+        ),
+        ("ca.QuantConfig(granularity_q=np.ones(2))", "quant.granularity_q must be 'tensor' or"),
         ("ca.QuantConfig(p_type='u8')", "quant.p_type must be '16bit' with pv='16bit', got 'u8'"),
         ("ca.quantize(q, k, v, quant=8)", "quant must be a cupyattn.QuantConfig or None, got 8"),
         ("ca.quantize(q, k, v, tiles=ca.Tiles(24, 64, 4))", "fa_int8 does not take"),
@@ -179,6 +189,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ),
         ("ca.QuantizedQKV.from_codes(q, q, q, 1.0, 1.0)", "q_codes must be int8, got float16"),
         ("ca.QuantizedQKV.from_codes(codes, codes, q, 0.0, 1.0)", "q_scale must be an array or a"),
+        ("ca.QuantizedQKV.from_codes(codes, codes, q, 1e39, 1.0)", "q_scale must be an array or a"),
+        ("ca.QuantizedQKV.from_codes(codes, codes, q, 1.0, 1e-50)", "k_scale must be an array or"),
         (
             "ca.QuantizedQKV.from_codes(codes, codes, q, np.ones(3, 'f4'), 1.0)",
             "q_scale must have shape (batch or 1, heads or 1, groups), got",
@@ -301,6 +313,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.adaptive_precision_attention", "adaptive_precision_attention is not in cupyattn: use"),
     ],
 }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def given() -> dict[str, Any]:
     rng = np.random.default_rng(0)

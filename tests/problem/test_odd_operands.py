@@ -121,3 +121,20 @@ def test_arch_and_tiles_are_of_their_types() -> None:
     a, b = ca.act_quant(x), ca.weight_quant(x)
     with pytest.raises(TypeError, match="tiles must be a cupyattn.GemmTiles or None, got Tiles"):
         ca.int8_gemm(*a, *b, tiles=ca.Tiles(64, 64, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("backend", ["mirror", "interpret"])
+def test_values_past_float16_become_infinities(backend: str) -> None:
+    x = Q[:, :1, :8].astype(np.float32)
+    found = ca.attention(x, x, np.full_like(x, 1e6), variant="fa_int8", backend=backend)
+    assert np.isposinf(found).all()
+
+
+def test_an_array_of_no_known_device_is_refused() -> None:
+    class Foreign:
+        __dlpack__ = Q.__dlpack__
+        __dlpack_device__ = staticmethod(lambda: ())
+
+    with pytest.raises(TypeError, match="q must lie on a CPU or a CUDA device, got one on no k"):
+        ca.attention(Foreign(), K, V)

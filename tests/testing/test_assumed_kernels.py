@@ -56,6 +56,22 @@ def test_codes_in_padded_rows_have_their_hopper_form(head_dim: int) -> None:
     assert "form sm90_fp8 on tiles" in report.held_to, str(report)
 
 
+@pytest.mark.parametrize("keys", [64, 65])
+def test_a_bias_of_any_row_length_has_its_hopper_form(keys: int) -> None:
+    """Rows of 65 numbers are padded on a device, where the Hopper form then runs."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 1, 3, 16)).astype(np.float16)
+    k, v = rng.standard_normal((2, 1, 1, keys, 16)).astype(np.float16)
+    bias = rng.standard_normal((3, keys)).astype(np.float16)
+    report = judge(2 * v[:, :, :3], q, k, v, variant="fa_tc", bias=bias)
+    assert "form sm90 on tiles" in report.held_to, str(report)
+    bounds = [
+        ca.bounds.attention(q, k, v, variant="fa_tc", bias=bias, form=form).total
+        for form in (None, "portable", "sm90")
+    ]
+    assert (bounds[0] == np.maximum(bounds[1], bounds[2])).all()
+
+
 @pytest.mark.parametrize("name", ["q_scale", "k_scale"])
 def test_scales_that_are_nan_do_not_pass(name: str) -> None:
     """Finite rows have finite scales, so outputs that are NaN are nothing to agree with."""

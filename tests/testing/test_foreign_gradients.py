@@ -312,6 +312,10 @@ def test_misuses_are_one_sentence() -> None:
         ({"numerics": kernel.said, "layout": "bshd"}, ValueError, "layout must be .*'bshd'"),
         ({"numerics": kernel.said, "causal": "false"}, TypeError, "causal must be .*'false'"),
         ({"numerics": kernel.said, "cu_seqlens_q": ends}, TypeError, "give both"),
+        (
+            {"numerics": kernel.said, "cu_seqlens_q": [0, 33], "cu_seqlens_k": ends}, TypeError,
+            "cu_seqlens_q must be a NumPy or CuPy array",
+        ),
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             judge_backward(found, d_out, q, k, v, **words)

@@ -90,6 +90,24 @@ def test_packed_sequences_whose_mask_has_room_for_longer_ones() -> None:
     assert not judge(o, q, k, v, **{**given, "mask": mask[..., ::-1]}).passed
 
 
+def test_packed_sequences_whose_block_mask_has_room_for_longer_ones() -> None:
+    q, k, v = packed()
+    given: dict[str, Any] = {"variant": "fa", "cu_seqlens_q": ENDS_Q, "cu_seqlens_k": ENDS_K}
+    given["block_mask"] = ca.BlockMask(np.tri(2, dtype=bool)[None, None, ::-1], 64, 64)
+    o = ca.attention_varlen(q, k, v, max_len_q=70, max_len_k=128, **given)
+    assert judge(o, q, k, v, **given).passed
+    assert not judge(2 * o, q, k, v, **given).passed
+
+
+def test_packed_sequences_whose_mask_is_of_keys_alone() -> None:
+    q, k, v = packed()
+    given: dict[str, Any] = {"variant": "fa", "cu_seqlens_q": ENDS_Q, "cu_seqlens_k": ENDS_K}
+    given["mask"] = np.arange(np.diff(ENDS_K).max()) % 3 > 0
+    o = ca.attention_varlen(q, k, v, **given)
+    assert judge(o, q, k, v, **given).passed
+    assert not judge(o, q, k, v, **given | {"mask": ~given["mask"]}).passed
+
+
 @pytest.mark.parametrize("variant", ["fa", "fa_tc", "auto"])
 def test_packed_sequences(variant: str) -> None:
     q, k, v = packed()

@@ -218,6 +218,51 @@ def test_arguments_are_checked() -> None:
         judge(q, q, k, v, lse=q, variant="fa")
     with pytest.raises(TypeError, match="quantized"):
         judge(q, None, None, None, variant="fa_int8")
+    with pytest.raises(TypeError, match="quantized must be a cupyattn.QuantizedQKV, got 8"):
+        judge(q, q, k, v, variant="fa_int8", quantized=8)
+    with pytest.raises(TypeError, match="o must hold real numbers, got dtype complex64"):
+        judge(q.astype(np.complex64), q, k, v, variant="fa")
+    rows, ends = q[0].swapaxes(0, 1), np.array([0, 4])
+    for given_ends in ({"cu_seqlens_q": ends}, {"cu_seqlens_k": ends}):
+        with pytest.raises(TypeError, match="need cu_seqlens_q and cu_seqlens_k: give both"):
+            judge(rows, rows, rows, rows, variant="fa", **given_ends)
+    with pytest.raises(TypeError, match="cu_seqlens_q must be a NumPy or CuPy array"):
+        judge(rows, rows, rows, rows, variant="fa", cu_seqlens_q=[0, 4], cu_seqlens_k=ends)
+
+
+#: The quantisation of a call, the operand with an element that is not finite, and this element.
+SPOILT = [
+    (quant, name, bad)
+    for quant in ({}, {"pv": "int8"}, {"pv": "fp8", "granularity_k": "token"})
+    for name, bad in (("q", NAN), ("k", NAN), ("v", INF), ("q", INF), ("k", -INF))
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("quant", "name", "bad"), SPOILT)
+def test_int8_outputs_of_operands_that_are_not_finite_pass(
+    quant: dict[str, Any], name: str, bad: float
+) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal((1, 1, 3, 8)).astype(np.float32) for n in "qkv"}
+    arrays[name][0, 0, 1:, 2] = bad
+    q, k, v = arrays.values()
+    mask = np.array([[True], [True], [False]])  # the last row has no keys
+    z = ca.quantize(q, k, v, quant=ca.QuantConfig(**quant))
+    o, lse = ca.attention(z, mask=mask, return_lse=True)
+    assert lse[0, 0, 2] == -INF
+    report = judge(o, q, k, v, variant="fa_int8", lse=lse, quantized=z, mask=mask)
+    assert report.passed, report
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_infinity_is_judged_without_a_warning() -> None:
+    x = np.ones((1, 1, 3, 8), np.float32)
+    x[0, 0, 1, :2], x[0, 0, 2, :2] = (INF, 0), (0, INF)
+    weights = np.ones(8, np.float32), np.ones(8, np.float32)
+    for options in ({}, {"qk_norm": weights}):
+        o = ca.attention(x, x, x, variant="fa", **options)
+        assert judge(o, x, x, x, variant="fa", **options).passed
 
 
 # Drawn inputs.
