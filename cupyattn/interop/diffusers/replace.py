@@ -86,7 +86,8 @@ class Int8Replacement(Handle):
     def restore(self) -> None:
         """Restore the attention of the modules. Counts stay; a second call does nothing."""
         while self._handle_hooks:
-            self._handle_hooks.pop().remove()
+            self._handle_hooks[-1].remove()
+            self._handle_hooks.pop()
         for layer in self._handle_layers:
             module = layer.module
             if interception.layer_of(module) is layer:  # a later handle has its own
@@ -96,11 +97,17 @@ class Int8Replacement(Handle):
 def restore_attention(model: torch.nn.Module) -> None:
     """Restore all attention modules of a model, for every handle and copy."""
     for module in model.modules():
-        for number, hook in [*module._forward_pre_hooks.items()]:
-            if isinstance(hook, functools.partial) and hook.func is steps.before_model:
-                del module._forward_pre_hooks[number]
-                module._forward_pre_hooks_with_kwargs.pop(number, None)
+        _remove_hooks(module)
         _release(module)
+
+
+def _remove_hooks(model: torch.nn.Module, step: steps.Step | None = None) -> None:
+    """Remove the hooks that follow a model's steps, or only the hooks of one `Step`."""
+    for number, hook in [*model._forward_pre_hooks.items()]:
+        is_ours = isinstance(hook, functools.partial) and hook.func is steps.before_model
+        if is_ours and (step is None or hook.args[0] is step):
+            del model._forward_pre_hooks[number]
+            model._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _release(module: torch.nn.Module) -> None:
@@ -286,16 +293,22 @@ def replace_attention_with_int8(
     if count_compiled:
         for (prefix, *_), layer in zip(chosen, layers, strict=True):
             of_models[prefix].counted.append(layer)
-    # NOTE: a hook for each handle, so that handles of other modules of the model see steps, too.
-    hooks = [
-        model.register_forward_pre_hook(
-            functools.partial(steps.before_model, of_models[prefix]), with_kwargs=True
-        )
-        for prefix, model in models.items()
-    ]
-    for layer in layers:
-        interception.replace_class(layer.module, layer)
-    return Int8Replacement(pipe_or_model, layers, hooks)
+    try:
+        # NOTE: a hook for each handle; handles of other modules of the model see steps, too.
+        hooks = [
+            model.register_forward_pre_hook(
+                functools.partial(steps.before_model, of_models[prefix]), with_kwargs=True
+            )
+            for prefix, model in models.items()
+        ]
+        for layer in layers:
+            interception.replace_class(layer.module, layer)
+        return Int8Replacement(pipe_or_model, layers, hooks)
+    except BaseException:
+        for prefix, model in models.items():
+            _remove_hooks(model, of_models[prefix])
+        Int8Replacement(pipe_or_model, layers, ()).restore()
+        raise
 
 
 def models_of(pipe_or_model: Any, scheduler: Any) -> tuple[Any, dict[str, Any]]:

@@ -388,10 +388,10 @@ def accelerated(
         if request.log is not None:
             for line in handle.report().lines:
                 request.log(line)
+        return handle
     except BaseException:
         _undo(parts, attention)
         raise
-    return handle
 
 
 def _undo(parts: Sequence[Part], attention: Any) -> None:

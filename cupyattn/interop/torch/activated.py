@@ -65,13 +65,13 @@ class ActivatedInt8Linear(nn.Module):
         return f"activation={self.activation!r}"
 
 
-def place_activated_layers(model: nn.Module) -> list[Place]:
-    """Replace modules of diffusers whose layer is INT8 by `ActivatedInt8Linear`.
+def activated_layers(model: nn.Module) -> list[Place]:
+    """Return the modules of diffusers whose layer is INT8, each with its `ActivatedInt8Linear`.
 
     Parameters
     ----------
     model : Module
-        Modified in place.
+        Not modified, until `place_activated_layers` of the result.
 
     Returns
     -------
@@ -88,9 +88,13 @@ def place_activated_layers(model: nn.Module) -> list[Place]:
                 continue
             unit = made.setdefault(id(child), ActivatedInt8Linear(proj, activation))
             places.append((parent, name, child, unit.train(child.training)))
+    return places
+
+
+def place_activated_layers(places: list[Place]) -> None:
+    """Replace each module by its `ActivatedInt8Linear`."""
     for parent, name, _, unit in places:
         parent._modules[name] = unit
-    return places
 
 
 def _activation_of(module: nn.Module) -> str:

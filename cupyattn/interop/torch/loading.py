@@ -21,7 +21,7 @@ from cupyattn.checkpoints.shards import Source
 from cupyattn.checkpoints.source import open_checkpoint
 from cupyattn.errors import UnsupportedError
 from cupyattn.interop.handle import target_of, uncompiled
-from cupyattn.interop.torch.activated import place_activated_layers
+from cupyattn.interop.torch.activated import activated_layers, place_activated_layers
 from cupyattn.interop.torch.bridge import as_array, as_tensor
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, put
 from cupyattn.interop.torch.guards import guard, unguard
@@ -126,7 +126,9 @@ def _loaded(
             layer = replaced[id(linear)]
             types = former.get(weight), source.tensors[codes[weight].scales].dtype
             layer.weight_dtype = _dtype_of(layer, *types, linear)
-        places += place_activated_layers(model)
+        units = activated_layers(model)
+        places += units
+        place_activated_layers(units)
         guard(model)
     except BaseException:
         for parent, name, module, _ in reversed(places):

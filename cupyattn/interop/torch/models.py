@@ -16,7 +16,7 @@ from cupyattn.errors import shown
 from cupyattn.interop.handle import NOT_COMPILED, Handle, target_of, uncompiled
 from cupyattn.interop.selection import Patterns, Selection, first_names
 from cupyattn.interop.torch import epilogues, inductor_calls
-from cupyattn.interop.torch.activated import place_activated_layers
+from cupyattn.interop.torch.activated import activated_layers, place_activated_layers
 from cupyattn.interop.torch.candidates import int8_layers, linear_layers, reason_unfit
 from cupyattn.interop.torch.guards import guard
 from cupyattn.interop.torch.linear import Int8Linear
@@ -276,26 +276,28 @@ def replace_linear_with_int8(
     else:
         made = _from_checkpoint(candidates, Path(checkpoint), options, advance)
     call = Call(originals, {}, set())
-    with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
-        reasons, others = place_layers(own, candidates, made, call)
-    kept |= others
-    if not reasons and (chosen := [name for name in before if name in selection]):
-        raise ValueError(
-            f"{printable(chosen[0])} is replaced already: restore() that first, call "
-            "cupyattn.interop.restore of the model, or give again=True"
-        )
-    if not reasons:
-        why = "; ".join(printable(one) for one in _commonest(kept))
-        if isinstance(model, nn.Linear):
-            why = "it is itself a linear layer, which Int8Linear.from_linear quantises"
-        raise NothingReplaced(
-            f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
-        )
     try:
+        with torch.inference_mode(mode=False):  # its tensors allow neither gradients nor loading
+            reasons, others = place_layers(own, candidates, made, call)
+        kept |= others
+        if not reasons and (chosen := [name for name in before if name in selection]):
+            raise ValueError(
+                f"{printable(chosen[0])} is replaced already: restore() that first, call "
+                "cupyattn.interop.restore of the model, or give again=True"
+            )
+        if not reasons:
+            why = "; ".join(printable(one) for one in _commonest(kept))
+            if isinstance(model, nn.Linear):
+                why = "it is itself a linear layer, which Int8Linear.from_linear quantises"
+            raise NothingReplaced(
+                f"no linear layer of the model becomes INT8 ({why or 'it has none'})"
+            )
         call.trained |= {p: p.requires_grad for p in own.parameters()}
         call.missing |= reasons.keys()
-        for _, name, module, unit in place_activated_layers(own):
+        units = activated_layers(own)
+        for _, name, module, unit in units:  # NOTE: an interrupted call restores from these.
             keep_original(unit, call, name, module)
+        place_activated_layers(units)
         guard(own)
         return Replacement(model, reasons, kept, call, _saved(own, call), choice)
     except BaseException:

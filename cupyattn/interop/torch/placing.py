@@ -56,9 +56,9 @@ def place_layers(
             linear = layers.pop(name) if dropped else layers[name]
             layer.train(linear.training)
             for parent, key in parents[id(linear)]:
-                parent._modules[key] = layer
-                if not dropped:
+                if not dropped:  # NOTE: first, for an interrupt may come between two lines.
                     undo.append((parent, key, linear, linear.weight.device))
+                parent._modules[key] = layer
             owners[id(linear.weight)] -= 1
             keep_original(layer, call, name, linear, shared=owners[id(linear.weight)] > 0)
             replaced[name] = why
