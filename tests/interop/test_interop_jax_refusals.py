@@ -159,7 +159,7 @@ def test_scales_of_blocks_wait_for_the_device_that_says_how_large_they_are(monke
         jax.jit(lambda x: interop.attention(x, x, x, **named)).trace(x)
 
 
-@pytest.mark.parametrize("given", [(None, np.ones(16, np.float32)), (np.ones(16, np.float32), None)])
+@pytest.mark.parametrize("given", [(None, filled(16)), (filled(16), None)])
 @pytest.mark.parametrize("name", ["qk_norm", "rope"])
 def test_half_a_pair_is_refused_and_not_left_out(name: str, given: Any) -> None:
     x = jnp.asarray(X)
