@@ -12,7 +12,7 @@ from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, agree
 from cupyattn.distributed.backward import run_backward_of
 from cupyattn.distributed.forward import compute
-from cupyattn.distributed.group import Group
+from cupyattn.distributed.group import Group, check_group
 from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.settings import Settings, ShardedOptions, Unpack, takes_options
@@ -198,6 +198,7 @@ def on_ranks(
     o, lse : array
         In the caller's kind; lse is None unless the settings have `return_lse`.
     """
+    check_group(group)
     for name in "qkv":
         check_untransformed(name, arrays[name])
     if not tensors.need_gradients(arrays):

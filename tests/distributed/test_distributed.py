@@ -497,6 +497,16 @@ def test_what_all_ask_wrongly_is_said_to_all(options: Any, error: Any, message: 
             raise found  # type: ignore[misc]
 
 
+def test_another_group_is_refused_by_its_name() -> None:
+    for call in (
+        lambda: distributed.parallel_attention(X, X, X, "ring"),
+        lambda: distributed.parallel_attention_backward(X, X, X, X, X, X, "ring"),
+        lambda: distributed.share(X, X, X, "ring"), lambda: distributed.gather(X, "ring"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"^group must be a group of .*, got 'ring'"):
+            call()
+
+
 def test_offsets_and_gradients_are_checked() -> None:
     def wrong_offsets(group: Any) -> None:
         x = packed(X)
