@@ -53,14 +53,14 @@ def raised(error: BaseException, where: str = "") -> str:
 
     Examples
     --------
-    >>> raised(KeyError("a")), raised(ValueError("b"), " in attention")
-    ("raised KeyError: 'a'", 'raised ValueError in attention: b')
+    >>> raised(KeyError("a")), raised(KeyboardInterrupt(), " in attention")
+    ("raised KeyError: 'a'", 'raised KeyboardInterrupt in attention')
     """
     try:
         said = str(error)
     except Exception as second:  # noqa: BLE001  an exception may fail to write itself
         said = f"(its text raises {type(second).__name__})"
-    return f"raised {type(error).__name__}{where}: {said}"
+    return f"raised {type(error).__name__}{where}" + (f": {said}" if said else "")
 
 
 def shown(value: Any) -> str:

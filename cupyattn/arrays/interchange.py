@@ -165,6 +165,18 @@ _TRACED = (
 )
 
 
+def check_untransformed(name: str, array: Any) -> None:
+    """Raise TypeError for a tensor within a transform of torch, which may have no memory."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(array, torch.Tensor):
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(array):
+        raise TypeError(
+            f"{name} is a tensor within torch.func or vmap, which only functions of "
+            "cupyattn.interop.torch support: call this function outside of the transform"
+        )
+
+
 def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a NumPy or CuPy array of the same memory, and the way back, as `take` does."""
     if isinstance(array, np.ndarray) or is_cupy(array):
@@ -176,6 +188,7 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
             f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {kind.__name__}"
             + (_TRACED if traced else "")
         )
+    check_untransformed(name, array)
     if str(getattr(array, "layout", "")).startswith("torch.sparse"):
         raise TypeError(f"{name} is sparse ({array.layout}): give {name}.to_dense()")
     if getattr(array, "requires_grad", False):

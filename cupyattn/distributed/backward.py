@@ -15,7 +15,7 @@ from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, resolve_sharded
 from cupyattn.distributed.blocks import Block
 from cupyattn.distributed.forward import Kinds, by_step, forms_of_keys
-from cupyattn.distributed.group import Group
+from cupyattn.distributed.group import Group, check_group
 from cupyattn.distributed.mesh import Heads
 from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.distributed.ring import circulate, differentiate
@@ -185,6 +185,7 @@ def run_backward_of(
 
     With `finish` the host waits until everything has been exchanged.
     """
+    check_group(group)
     arrays = tensors.detached(arrays)
     taken: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed.mesh import Mesh
 from cupyattn.distributed.model import H200, Machine
 from cupyattn.distributed.store import Mailbox, Store, check_rank, check_timeout
-from cupyattn.errors import RankError, raised
+from cupyattn.errors import RankError, raised, shown
 from cupyattn.runtime.recent import Recent
 
 #: A kind of group.
@@ -335,6 +335,15 @@ class Group(abc.ABC):
     def abandon(self, error: RankError) -> None:
         """Drop all exchanges and all state of this rank, because the group has failed."""
         self.agreed.clear()
+
+
+def check_group(group: Any) -> None:
+    """Raise TypeError for an object that is not a `Group`."""
+    if not isinstance(group, Group):
+        raise TypeError(
+            f"group must be a group of cupyattn.distributed, got {shown(group)}: from_torch makes "
+            "one of a process group or a mesh, run and connect make others"
+        )
 
 
 class DeviceGroup(Group):

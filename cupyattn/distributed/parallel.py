@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn.arrays import memory
-from cupyattn.arrays.interchange import imported, unchanged
+from cupyattn.arrays.interchange import check_untransformed, imported, unchanged
 from cupyattn.arrays.kinds import array_namespace
 from cupyattn.distributed import tensors
 from cupyattn.distributed.agreement import ShardedCall, ShardedSettings, agree
 from cupyattn.distributed.backward import run_backward_of
 from cupyattn.distributed.forward import compute
-from cupyattn.distributed.group import Group
+from cupyattn.distributed.group import Group, check_group
 from cupyattn.distributed.rank_calls import NO_SCORES, Scores
 from cupyattn.problem.borrowed_names import explains_foreign_arguments
 from cupyattn.problem.settings import Settings, ShardedOptions, Unpack, takes_options
@@ -162,7 +162,9 @@ def parallel_attention_varlen(
 
 def _run(what: str, settings: ShardedSettings, group: Group, arrays: Mapping[str, Any]) -> Any:
     """Run the call and return the results that the caller requested."""
-    _, o, lse = on_ranks(what, settings, group, arrays)
+    # NOTE: the branch is in this frame, because torch traces functions called from here.
+    call = tensors.untraced(on_ranks) if tensors.is_compiling() else on_ranks
+    _, o, lse = call(what, settings, group, arrays)
     return (o, lse) if settings.of_call.return_lse else o
 
 
@@ -196,6 +198,9 @@ def on_ranks(
     o, lse : array
         In the caller's kind; lse is None unless the settings have `return_lse`.
     """
+    check_group(group)
+    for name in "qkv":
+        check_untransformed(name, arrays[name])
     if not tensors.need_gradients(arrays):
         return _on_ranks(what, settings, group, tensors.detached(arrays), scores, finish)
     others = {name: x for name, x in arrays.items() if name not in "qkv"}

@@ -116,8 +116,11 @@ class Partition:
         """
         check_values("cu_seqlens", cu_seqlens)
         size = _whole("size", size, least=1)
+        offsets = [_whole("cu_seqlens", x) for x in cu_seqlens]
+        if offsets[:1] != [0] or offsets != sorted(offsets):
+            raise ValueError(f"cu_seqlens must rise from 0, got {shown(offsets)}")
         ranges_of_ranks: list[list[Range]] = [[] for _ in range(size)]
-        for begin, end in pairwise(_whole("cu_seqlens", x) for x in cu_seqlens):
+        for begin, end in pairwise(offsets):
             ends = accumulate(_shares(end - begin, 2 * size), initial=begin)
             for chunk, found in enumerate(pairwise(ends)):
                 ranges_of_ranks[min(chunk, 2 * size - 1 - chunk)].append(found)

@@ -6,7 +6,7 @@ from typing import Any
 
 from cupyattn.arrays.interchange import take
 from cupyattn.arrays.kinds import array_namespace, check_values
-from cupyattn.distributed.group import Group, Message
+from cupyattn.distributed.group import Group, Message, check_group
 from cupyattn.distributed.partition import Partition
 from cupyattn.errors import shown
 
@@ -44,6 +44,7 @@ def share(q: Any, k: Any, v: Any, group: Group, axis: str = "batch") -> tuple[An
     >>> distributed.run(lambda group: share(x, x, x, group)[0].shape[0], 2)
     [2, 1]
     """
+    check_group(group)
     number = _check_axis(axis)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_axes(name, x, number)
@@ -90,6 +91,7 @@ def gather(x: Any, group: Group, axis: str = "batch") -> Any:
     >>> distributed.run(on_rank, 2)[0].ravel().tolist()
     [0, 1, 1]
     """
+    check_group(group)
     found: list[Any] = []
 
     def facts() -> dict[str, Any]:

@@ -113,15 +113,19 @@ def run(
                 board.fail(rank, raised(error))
 
     threads = [threading.Thread(target=on_rank, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+    try:
         for thread in threads:
-            thread.join(timeout=_LOOK)
-        if errors:  # other ranks see the failure when they wait for a rank
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
             for thread in threads:
-                thread.join(timeout=timeout)
-            break
+                thread.join(timeout=_LOOK)
+            if errors:  # other ranks see the failure when they wait for a rank
+                for thread in threads:
+                    thread.join(timeout=timeout)
+                break
+    except BaseException as interrupt:  # Ctrl-C: ranks would go on without their caller
+        board.fail(0, raised(interrupt, " in the thread that called run"))
+        raise
     # The original error says more than the news that another rank has failed.
     for error in sorted(errors, key=lambda error: isinstance(error, RankError)):
         raise error

@@ -6,10 +6,24 @@ Such tensors exist only if torch has been imported.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyattn.arrays import interchange
+from cupyattn.errors import UnsupportedError
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile traces the caller."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiled code calls between two graphs."""
+    outside: Callable[..., Any] = sys.modules["torch"].compiler.disable(function)
+    return outside
 
 
 def need_gradients(arrays: Mapping[str, Any]) -> bool:
@@ -52,6 +66,20 @@ def differentiable(
 def _function() -> Any:
     import torch
 
+    class Gradients(torch.autograd.Function):  # type: ignore[misc]
+        """The backward pass of several ranks, which has no derivative."""
+
+        @staticmethod
+        def forward(ctx: Any, backward: Any, d_out: Any, d_lse: Any, *saved: Any) -> Any:
+            return backward(d_out, d_lse, *(x.detach() for x in saved))
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise UnsupportedError(
+                "parallel_attention has no second derivative: detach the gradients that "
+                "create_graph=True gave, or compute them without it"
+            )
+
     class OnRanks(torch.autograd.Function):  # type: ignore[misc]
         """Attention of several ranks, which all call its backward pass in the same order."""
 
@@ -67,11 +95,9 @@ def _function() -> Any:
             return o, lse
 
         @staticmethod
-        @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
         def backward(ctx: Any, d_out: Any, d_lse: Any) -> tuple[Any, ...]:
             of_lse = d_lse.contiguous() if ctx.through_lse else None
-            saved = (x.detach() for x in ctx.saved_tensors)
-            found = ctx.of_gradients(d_out.contiguous(), of_lse, *saved)
-            return (None, None, None, *found)
+            given = d_out.contiguous(), of_lse, *ctx.saved_tensors
+            return (None, None, None, *Gradients.apply(ctx.of_gradients, *given))
 
     return OnRanks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -293,6 +293,8 @@ def _of_codes(
 ) -> Expected:
     """Attention of the codes that ranks made of rows and of keys."""
     q, k, v = some
+    if options.get("softcap"):  # the calls of ranks, too, then smooth no keys
+        quant = replace(quant or QuantConfig(), smooth_k=False)
     no_rows, no_keys = q[:, :, :0], (k[:, :, :0], v[:, :, :0])
     z = with_keys_of(quantize(q, *no_keys, quant=quant), quantize(no_rows, k, v, quant=quant))
     operands = kernel.kernel_operands(z)

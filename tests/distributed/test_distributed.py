@@ -129,6 +129,15 @@ def test_codes_go_round_a_ring(mesh: Mesh, quant: Any) -> None:
     assert error < (0.25 if quant is not None and quant.qk_bits == 4 else 0.04)
 
 
+def test_codes_with_a_softcap_are_judged_without_smoothing() -> None:
+    """As the calls of ranks quantise."""
+    q, k, v = normal((1, 2, 40, 16), (1, 2, 40, 16))
+    rows = Partition.contiguous(40, 2)
+    shared, options = Shared(Mesh(2, 1), rows, rows), {"variant": "fa_int8", "softcap": 4.0}
+    found = on_ranks((q, k, v), shared, **options)
+    assert distributed.judge(found.o, q, k, v, shared, lse=found.lse, **options) <= 1
+
+
 def test_a_fault_in_a_ring_is_past_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its keys' lse a partial result would be added with another weight."""
     from cupyattn.distributed import merging
@@ -486,6 +495,16 @@ def test_what_all_ask_wrongly_is_said_to_all(options: Any, error: Any, message: 
     for found in errors_of(2, call):
         with pytest.raises(error, match=message):
             raise found  # type: ignore[misc]
+
+
+def test_another_group_is_refused_by_its_name() -> None:
+    for call in (
+        lambda: distributed.parallel_attention(X, X, X, "ring"),
+        lambda: distributed.parallel_attention_backward(X, X, X, X, X, X, "ring"),
+        lambda: distributed.share(X, X, X, "ring"), lambda: distributed.gather(X, "ring"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"^group must be a group of .*, got 'ring'"):
+            call()
 
 
 def test_offsets_and_gradients_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import socket
@@ -132,6 +133,27 @@ def test_an_error_of_a_rank_is_raised_and_ends_the_others() -> None:
         distributed.run(on_rank, 3)
     assert set(seen) == {0, 2}
     assert {str(error) for error in seen.values()} == {"rank 1 raised KeyError: 'lost'"}
+
+
+def test_ctrl_c_in_the_caller_of_run_ends_the_ranks() -> None:
+    ended: list[str] = []
+
+    def on_rank(group: Any) -> None:
+        if group.rank == 0:
+            _thread.interrupt_main()
+        try:
+            while True:
+                group.barrier()
+        except RankError as error:
+            ended.append(str(error))
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        distributed.run(on_rank, 2)
+    end = time.monotonic() + 10
+    while len(ended) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(ended) == {"rank 0 raised KeyboardInterrupt in the thread that called run"}
 
 
 def test_an_error_that_cannot_be_written_ends_the_others() -> None:

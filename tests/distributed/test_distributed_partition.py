@@ -151,3 +151,9 @@ def test_a_mesh_names_who_exchanges_with_whom() -> None:
         assert len(set(mesh.neighbours(rank)) & set(mesh.circle(rank))) == 1
     with pytest.raises(ValueError, match="ulysses must divide the 8 ranks, got 3"):
         Mesh(8, 3)
+
+
+@pytest.mark.parametrize("offsets", [[3, 1], [0, 5, 3], [1, 3], []])
+def test_offsets_that_fall_share_no_rows(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"^cu_seqlens must rise from 0, got \["):
+        Partition.zigzag_varlen(offsets, 2)

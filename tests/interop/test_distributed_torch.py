@@ -106,6 +106,46 @@ def test_gradients_go_through_the_log_sum_exp(mesh: Mesh) -> None:
     assert distributed.judge_backward(gradients, *given, shared, **options) > 1
 
 
+def test_a_second_derivative_is_refused_and_not_zero() -> None:
+    def on_rank(group: Any) -> Any:
+        x = torch.from_numpy(X).requires_grad_()
+        o = distributed.parallel_attention(x, x, x, group)
+        (dx,) = torch.autograd.grad(o.sum(), x, create_graph=True)
+        (o.sum() + dx.square().sum()).backward()
+
+    _, errors = on_threads(on_rank, 2, method="ring")
+    assert all("parallel_attention has no second derivative" in str(e) for e in errors)
+
+
+@pytest.mark.slow
+def test_compiled_code_calls_ranks_between_graphs() -> None:
+    def on_rank(group: Any) -> None:
+        def layer(x: Any) -> Any:
+            return 2 * distributed.parallel_attention(x, x, x, group)
+
+        x = torch.from_numpy(X).requires_grad_()
+        found, expected = torch.compile(layer, backend="eager")(x), layer(x)
+        assert torch.equal(found, expected) and found.requires_grad
+
+    distributed.run(on_rank, 1)
+
+
+def test_a_transform_of_ranks_is_refused() -> None:
+    def on_rank(group: Any) -> None:
+        def layer(x: Any) -> Any:
+            return distributed.parallel_attention(x, x, x, group)
+
+        x, func = torch.from_numpy(X), torch.func
+        for call in (
+            lambda: func.vmap(layer)(x[None]), lambda: func.vjp(layer, x),
+            lambda: func.jvp(layer, (x,), (x,)),
+        ):  # fmt: skip
+            with pytest.raises(TypeError, match=r"^q is a tensor within torch\.func or vmap"):
+                call()
+
+    distributed.run(on_rank, 1)
+
+
 def test_tensors_without_gradients_are_computed_as_arrays_are() -> None:
     def on_rank(group: Any) -> Any:
         own = torch.from_numpy(normal((1, 2, 8, 16), group.rank)).bfloat16()

@@ -157,3 +157,18 @@ def test_scales_of_blocks_wait_for_the_device_that_says_how_large_they_are(monke
     named = {**options, "arch": "sm_90a"}
     with pytest.raises(ValueError, match="static q_scale must have shape"):
         jax.jit(lambda x: interop.attention(x, x, x, **named)).trace(x)
+
+
+@pytest.mark.parametrize("given", [(None, filled(16)), (filled(16), None)])
+@pytest.mark.parametrize("name", ["qk_norm", "rope"])
+def test_half_a_pair_is_refused_and_not_left_out(name: str, given: Any) -> None:
+    x = jnp.asarray(X)
+    with pytest.raises(TypeError, match=r"^\w+ must be a JAX array, got None$"):
+        interop.attention(x, x, x, **{name: given})
+
+
+def test_a_key_of_random_numbers_is_no_array() -> None:
+    x, key = jnp.asarray(X), jax.random.key(0)
+    for call in (lambda: interop.attention(x, key, x), lambda: interop.norm_quant(key)):
+        with pytest.raises(TypeError, match=r"^[kx] must be an array of numbers, got key<fry>$"):
+            call()

@@ -180,6 +180,19 @@ def test_a_compiled_function_takes_other_lengths() -> None:
     assert all(torch.equal(a, b) for a, b in zip(packed(x, ends), expected, strict=True))
 
 
+def test_a_compiled_function_takes_settings_that_are_symbols() -> None:
+    """torch makes symbols of numbers that changed, and of lengths; the graph keeps their values."""
+
+    def layer(q: Any, k: Any, left: int, softcap: float) -> Any:
+        window = left, q.shape[2] // 2
+        return interop.attention(q, k, k, window=window, causal=q.shape[2] > 1, softcap=softcap)
+
+    function, k = compiled(layer, dynamic=True), torch.randn(1, 2, 40, 16).half()
+    for length, left, softcap in ((9, 3, 0.5), (9, 4, 2.0), (1, 4, 2.0)):
+        given = k[:, :, :length], k, left, softcap
+        assert torch.equal(function(*given), layer(*given))
+
+
 @pytest.mark.parametrize(
     ("variant", "bias"), [("fa_tc", "float16"), ("fa_int8", "bfloat16"), ("fa_int8", "float32")]
 )

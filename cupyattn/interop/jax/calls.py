@@ -19,11 +19,16 @@ from cupyattn.runtime.recent import CALLS
 
 
 def as_array(name: str, x: Any) -> jax.Array:
-    """Return a JAX array, traced or not; raise TypeError for other objects."""
+    """Return a JAX array of numbers, traced or not; raise TypeError for other objects."""
+    if x is None:
+        raise TypeError(f"{name} must be a JAX array, got None")
     try:
-        return jnp.asarray(x)
+        array = jnp.asarray(x)
     except TypeError as error:
         raise TypeError(f"{name} must be a JAX array, got {type(x).__name__}") from error
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} must be an array of numbers, got {array.dtype}")
+    return array
 
 
 def check_backend(backend: str | None) -> None:

@@ -146,17 +146,14 @@ def attention(
     Array([1., 1., 1., 1.], dtype=float16)
     """
     _check_names(options)
-    arrays = {"q": q, "k": k, "v": v, "mask": mask, "bias": bias}
-    arrays |= {"lengths_q": lengths_q, "lengths_kv": lengths_kv}
-    for name in "qkv":
-        if arrays[name] is None:
-            raise TypeError(f"{name} must be a JAX array, got None")
+    optional = {"mask": mask, "bias": bias, "lengths_q": lengths_q, "lengths_kv": lengths_kv}
+    arrays = {"q": q, "k": k, "v": v} | {n: x for n, x in optional.items() if x is not None}
     for argument, pair in (("rope", rope), ("qk_norm", qk_norm)):
         if pair is not None:
             if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
                 raise TypeError(f"{argument} must be a pair of arrays, got {shown(pair)}")
             arrays |= dict(zip(_PAIRS[argument], pair, strict=True))
-    operands = {name: as_array(name, x) for name, x in arrays.items() if x is not None}
+    operands = {name: as_array(name, x) for name, x in arrays.items()}
     backward.check_deterministic(deterministic)
     options |= {"layout": layout, "return_lse": return_lse}
     _check_call(operands, options)

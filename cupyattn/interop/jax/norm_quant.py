@@ -77,10 +77,9 @@ def norm_quant(
     >>> codes.shape, codes.dtype.name, round(float(scales[0, 0]) * 127, 3)
     ((2, 64), 'int8', 8.0)
     """
-    given = {"x": x, "weight": weight, "bias": bias, "scale": scale, "shift": shift}
-    operands = {name: as_array(name, a) for name, a in given.items() if a is not None}
-    if "x" not in operands:
-        raise TypeError("x must be a JAX array, got None")
+    vectors = {"weight": weight, "bias": bias, "scale": scale, "shift": shift}
+    given = {"x": x} | {name: a for name, a in vectors.items() if a is not None}
+    operands = {name: as_array(name, a) for name, a in given.items()}
     settings = NormQuantSettings(norm, activation, rotate, eps, strategy, backend)
     facts = ("jax, norm_quant", settings, type(eps))
     check_once(facts, operands, functools.partial(_check, settings))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
@@ -39,6 +40,12 @@ _TEXTS = tuple(
 _QUANT_FIELDS, _TILE_FIELDS = (
     tuple(field.name for field in fields(record)) for record in (QuantConfig, Tiles)
 )
+#: Types of torch's symbols, types of their values, and conversions. In compiled code ``bool`` and
+#: ``int`` would return the symbol.
+_SYMBOLS: tuple[tuple[Any, Any, Callable[[Any], Any]], ...] = (
+    (torch.SymBool, bool, lambda x: any([x])), (torch.SymInt, int, operator.index),
+    (torch.SymFloat, float, float),
+)  # fmt: skip
 #: Block masks by their numbers in graphs.
 _block_masks: Numbered[BlockMask] = Numbered()
 
@@ -110,15 +117,17 @@ def _text_of(settings: TensorSettings) -> str:
     call = settings.of_call
     for place, name, plain in _TEXTS:
         x: Any = call[place]
-        if x is plain or _is_same(x, plain):
+        if x is plain:
+            continue
+        pair = isinstance(x, (tuple, list))
+        x = tuple([_constant(n) for n in x]) if pair else _constant(x)
+        if _is_same(x, plain):
             continue
         if name == "quant":
             x = _quant_fields(x)
         if name == "tiles":
             x = tuple([getattr(x, field) for field in _TILE_FIELDS])
-        if name == "window":
-            x = tuple([_plain_number(n) for n in x])
-        said.append(f"{name}={_plain_number(x)!r}")
+        said.append(f"{name}={x!r}")
     if settings.deterministic:
         said.append("deterministic=True")
     if settings.block_mask is not None:
@@ -136,9 +145,14 @@ def _is_same(x: Any, plain: Any) -> bool:
     return bool(x == plain)
 
 
-def _plain_number(x: Any) -> Any:
-    """Return the Python number of a NumPy scalar."""
-    return x.item() if isinstance(x, np.generic) else x
+def _constant(x: Any) -> Any:
+    """Return the Python number of a NumPy scalar, or of a symbol, which the graph then guards."""
+    if isinstance(x, np.generic):
+        return x.item()
+    for symbol, number, to_number in _SYMBOLS:
+        if type(x) in (symbol, number):  # in compiled code a symbol has Python's own type
+            return to_number(x)
+    return x
 
 
 def _quant_fields(quant: QuantConfig) -> dict[str, Any]:
