@@ -284,6 +284,7 @@ def explains_foreign_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # pytest shows the caller's line, and that of the error
         try:
             return function(*args, **kwargs)
         except TypeError as error:  # checked only after a failure, so valid calls pay nothing
