@@ -184,9 +184,10 @@ def _imported(name: str, array: Any) -> tuple[Any, Callable[[Any], Any]]:
     if not hasattr(array, "__dlpack__") or not hasattr(array, "__dlpack_device__"):
         kind = type(array)
         traced = kind.__module__.partition(".")[0] in ("jax", "jaxlib")
+        listed = f": give numpy.array({name}, dtype)" if kind in (list, tuple) else ""
         raise TypeError(
             f"{name} must be a NumPy or CuPy array, or have __dlpack__, got {kind.__name__}"
-            + (_TRACED if traced else "")
+            + (_TRACED if traced else listed)
         )
     check_untransformed(name, array)
     if str(getattr(array, "layout", "")).startswith("torch.sparse"):

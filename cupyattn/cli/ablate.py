@@ -50,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
         f"{call.dtype}{', causal' if call.causal else ''}"
     )
     output.print_table(found.header, found.cells)
-    output.say(
-        "\nJ2, J3: largest error of the kernel, and of quantising, as a share of its bound; both "
-        "must be\nat most 1. x error, x speed: beside fa_int8's default."
-    )
+    output.say(f"\n{ablation.LEGEND}")
     if not found.ok:
         output.say("FAILED: a choice misses its bound (J2 or J3 > 1).")
     if args.json:

@@ -53,14 +53,18 @@ def run(args: argparse.Namespace) -> int:
         if accuracy == "full":
             found |= {"seconds": said.seconds, "refusal": said.refusal}
             if said.refusal:
-                output.say(f"No advice: {said.refusal}; measure with handle.compare(...)")
+                output.say(
+                    f"No advice: {said.refusal}; measure with accelerate(pipe).compare(...) or "
+                    "cupyattn trial"
+                )
         found[accuracy] = advice.as_rows(said)
         for row in found[accuracy]:
             table.append([accuracy, row["part"], f"{row['gain']:.2f}", _word(row, said.refusal)])
     if not found["refusal"]:
         output.say(
-            f"A compiled native pass takes {format_seconds(found['seconds'])}; accuracy is the "
-            "arithmetic of attention: 16 bits, INT8, or INT8 with 8-bit P.V"
+            f"On an {args.device.upper()} a compiled native pass of {args.tokens:,} tokens, beside "
+            f"{args.prompt:,} of the prompt, takes {format_seconds(found['seconds'])}\n"
+            "Accuracy is the arithmetic of attention: 16 bits, INT8, or INT8 with 8-bit P.V"
         )
         output.print_table(["accuracy", "part", "times as fast", "advice"], table)
         for line in notes(found, known):

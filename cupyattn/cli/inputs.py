@@ -194,7 +194,7 @@ def _find(arrays: dict[str, Any], layer: str | None, path: Path) -> tuple[list[A
             "len, head_dim)"
         )
     if layer is None and len(prefixes) > 1:
-        raise ValueError(f"{path} holds several: choose --layer among {', '.join(shown)}")
+        raise ValueError(f"{path} holds several layers: choose --layer among {', '.join(shown)}")
     if layer is not None and not any(shown):
         raise ValueError(f"--layer {layer}: q, k and v of {path} have no prefix: leave --layer out")
     if layer is not None and layer not in shown:

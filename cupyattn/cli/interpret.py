@@ -19,6 +19,7 @@ import numpy as np
 from cupyattn import interpret
 from cupyattn.cli import flags, inputs, output, own_kernel, own_launch
 from cupyattn.cli.launch_file import LaunchFile
+from cupyattn.files import check_folder, replacing
 from cupyattn.interpret.findings import KINDS, Finding, KernelFault, describe
 from cupyattn.interpret.members import element_at, members_of
 from cupyattn.interpret.observer import Observer
@@ -94,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) != plain and not getattr(args, of):
             name, needs = flag.replace("_", "-"), of.replace("stop_at", "break")
             raise ValueError(f"--{name} changes nothing without --{needs}: leave it out")
+    for written in ("save", "trace"):  # before the work for them
+        if getattr(args, written):
+            check_folder(f"--{written}", getattr(args, written))
     description = own_launch.description_of(args, FILE_OPTIONS)
     if description is not None:
         profile, where, observers = _observers(args)
@@ -204,7 +208,8 @@ def run_described(
             output.write_json(json, {**record, "finding": str(fault.finding)})
         return 1
     if save:
-        np.savez(save, **given.arrays)  # type: ignore[arg-type]
+        with replacing(save if save.endswith(".npz") else f"{save}.npz") as file:
+            np.savez(file, **given.arrays)  # type: ignore[arg-type]
     output.say("\nNo findings.")
     passed = True
     if given.judged is not None:

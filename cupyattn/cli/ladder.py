@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         tables.append((case, table))
         output.say(f"\n{describe(case, table)}")
         output.print_table(table.header, table.cells)
-    output.say(f"\n{_legend(tables[0][1])}")
+    output.say(f"\n{tables[0][1].legend}")
     ok = all(table.ok for _, table in tables)
     output.say(
         "Every rung holds its bounds." if ok else "FAILED: a rung misses its bound (J2 or J3 > 1)."
@@ -97,27 +97,6 @@ def describe(case: Input, table: Ladder) -> str:
         f"{call.head_dim}, {call.dtype}{', causal' if call.causal else ''}; "
         f"{rows} rows per head judged"
     )
-
-
-def _legend(table: Ladder) -> str:
-    lines = [
-        "J2: largest error against exact attention of what the kernel received, as a share of its",
-        "bound. J3: the same for quantisation alone. Both must be at most 1.",
-        "Memory: what a call needs beside Q, K and V.",
-    ]
-    if table.interpreted:
-        lines += [
-            "PTX J2, instructions, global, shared: the kernels themselves, run by the interpreter",
-            f"on the first {rungs.INTERPRETED_ROWS} rows of one head: J2 of the result, warp",
-            "instructions executed, bytes that moved to and from either memory.",
-        ]
-    if table.backend == "cuda":
-        lines += [
-            "Time: median of a whole call, quantisation included, and the host's part where that",
-            "is the slower one. Ceiling: share of what the units that do the rung's two products",
-            "could do at the device's highest clock.",
-        ]
-    return "\n".join(lines)
 
 
 def to_record(case: Input, table: Ladder) -> dict[str, Any]:

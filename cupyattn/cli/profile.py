@@ -138,7 +138,7 @@ def _run_described(args: argparse.Namespace, description: Path, missing: str) ->
     """Judge and time a kernel in a file on the device, or count in the interpreter."""
     path, given = Path(args.variant), own_launch.read(description)
     if missing:
-        output.say(f"Not timed, as there is no CUDA device ({missing}): counted instead.\n")
+        output.say(f"Not timed, as {missing}: counted instead.\n")
         profile, where = Profile(), Where()
         with observe(profile, where):
             return run_described(path, given, profile, where, None, args.json)

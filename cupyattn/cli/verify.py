@@ -137,8 +137,8 @@ INTERPRETED_ARCH = f"sm_{LEAST_CAPABILITY}"
 #: Text for each backend, with the reason why there is no device.
 _WHERE = {
     "cuda": "on the device",
-    "mirror": "on the mirror, as there is no CUDA device ({})",
-    "interpret": "in the interpreter, as there is no CUDA device ({})",
+    "mirror": "on the mirror, as {}",
+    "interpret": "in the interpreter, as {}",
 }
 
 

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace, description: Path) -> int:
     given = own_launch.read(description)
     judged = own_launch.judged_table(description, given)
     q, k = (given.arrays[judged[name]] for name in "qk")
-    where = f"in the interpreter, as there is no CUDA device ({missing})"
+    where = f"in the interpreter, as {missing}"
     output.say(
         f"{path}: {given.entry}, q {q.shape}, k {k.shape}, {q.dtype}, "
         f"{where if missing else 'on the device'}.\n"

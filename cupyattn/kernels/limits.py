@@ -38,7 +38,11 @@ def check_shapes(
     shown = given or (q, k, v)
     got = f"got q.shape={shown[0]} k.shape={shown[1]} v.shape={shown[2]}"
     if not len(q) == len(k) == len(v) == 4:
-        raise ValueError(f"q, k and v must have four axes (batch, heads, len, head_dim), {got}")
+        missing = 4 - len(q) if len(q) == len(k) == len(v) else 0
+        advice = f": give q[{'None, ' * missing}...] and so on" if missing > 0 else ""
+        raise ValueError(
+            f"q, k and v must have four axes (batch, heads, len, head_dim), {got}{advice}"
+        )
     if not q[0] == k[0] == v[0]:
         raise ValueError(f"q, k and v must agree on batch, {got}")
     if k[1] != v[1]:

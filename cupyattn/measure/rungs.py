@@ -233,8 +233,31 @@ class Ladder:
             rung.note or rung.idea,
         )
 
+    @property
+    def legend(self) -> str:
+        """Meaning of the columns."""
+        lines = [
+            "J2: largest error against exact attention of what the kernel received, as a share of",
+            "its bound. J3: the same for quantisation alone. Both must be at most 1.",
+            "Memory: what a call needs beside Q, K and V.",
+        ]
+        if self.backend == "cuda":
+            lines += [
+                "Time: median of a whole call, quantisation included, and the host's part where",
+                "that is the slower one. Ceiling: share of what the units that do the rung's two",
+                "products could do at the device's highest clock.",
+            ]
+        elif any(rung.interpreted for rung in self.rungs):
+            lines += [
+                "PTX J2, instructions, global, shared:",
+                "the kernels themselves, run by the interpreter on the first "
+                f"{INTERPRETED_ROWS} rows of one head:",
+                "J2 of the result, warp instructions executed, bytes moved to and from memory.",
+            ]
+        return "\n".join(lines)
+
     def __str__(self) -> str:
-        return align([self.header, *self.cells])
+        return f"{align([self.header, *self.cells])}\n\n{self.legend}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready record."""

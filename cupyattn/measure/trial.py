@@ -99,8 +99,11 @@ class Comparison:
                 advice = f", undecided: an interval needs {LEAST_ROUNDS} rounds, got {self.rounds}"
                 how = ""
             found[name] = f"{said}: {self._ratio(speed)} times as fast{advice}{how}"
-            if None in (self.ways[name].get("latents") or ()):
+            latents = self.ways[name].get("latents") or ()
+            if None in latents:
                 found[name] += "; its result is not finite"
+            elif latents and not any(latents):
+                found[name] += "; its result has native's bits: report() says which calls ran"
         if self.has_cache:
             alone, both = (self._ratio(self.speed(name, UNCACHED)) for name in (NATIVE, ALL))
             said = f"{alone} times as fast as native without it, and {both} with"

@@ -28,7 +28,7 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
     Returns
     -------
     str
-        The rung and the reason, its device, and the results of earlier passes with their sizes in
+        The rung and the reason, its device, the sizes, and the results of earlier passes with their
         bytes. For every plan: form, tiles, features, launches with grid and block, workspace bytes.
 
     Raises
@@ -52,9 +52,19 @@ def explain(q: Any, k: Any = None, v: Any = None, **options: Unpack[CallOptions]
     lines = [f"{problem.variant.name}: {problem.why}", where[problem.backend]]
     if problem.backend != "cuda":
         lines[1] += f", within the limits of {problem.limited_by}"
-    lines += score_lines(problem, options)
+    lines += [_sizes(problem), *score_lines(problem, options)]
     found = ATTENTION.plan(problem)
     return "\n".join([*lines, *found.memory, *map(str, found.plans)])
+
+
+def _sizes(problem: AttentionProblem) -> str:
+    """Return which size is taken for what: arrays with their axes swapped may be no error."""
+    call = problem.call
+    longest = ", the lengths of the longest sequences" if call.packed else ""
+    return (
+        f"sizes: batch={call.batch}, heads={call.heads}, heads_kv={call.heads_kv}, "
+        f"len_q={call.len_q}, len_kv={call.len_kv}, head_dim={call.head_dim}{longest}"
+    )
 
 
 def score_lines(problem: AttentionProblem, options: Mapping[str, Any]) -> list[str]:

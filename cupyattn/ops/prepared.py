@@ -186,12 +186,12 @@ class Prepared:
             if own is None or own.as_read != x.as_read:
                 has = "nothing" if own is None else said(own.as_read)
                 raise ValueError(
-                    f"{called} was planned as {said(x.as_read)}, got {has}: plan anew"
+                    f"{called} was planned as {said(x.as_read)}, got {has}: call plan again"
                 )
         for name in found.keys() - planned.keys():
             called = "out" if name == "o" else name
             raise ValueError(
-                f"{called} was not given when the call was planned: plan anew with one"
+                f"{called} was not given when the call was planned: call plan with one"
             )
 
 

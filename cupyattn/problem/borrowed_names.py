@@ -241,11 +241,15 @@ _BORROWED: tuple[tuple[str, tuple[str, ...], str], ...] = (
 NOT_OFFERED = {name: do for names, _, do in _BORROWED for name in names.split()}
 #: The arguments of ours that take its place.
 _OURS = {name: ours for names, ours, _ in _BORROWED for name in names.split()}
-#: Arguments that `attention` has and similar functions do not have, each with advice.
+#: Arguments of `attention` and `attention_varlen` that other functions lack, each with advice.
 _OF_ATTENTION = dict.fromkeys(
     ("lengths_q", "lengths_kv"),
     "call it for each entry, cut to its rows, or give it the entries packed, or with a mask, where "
     "it takes these",
+) | dict.fromkeys(
+    ("cu_seqlens_q", "cu_seqlens_k", "max_len_q", "max_len_k"),
+    "attention_varlen and attention_varlen_backward take packed sequences, rows of (total, heads, "
+    "head_dim)",
 )
 #: Messages of Python, and of functions that pass arguments on, for an unknown name.
 _UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
@@ -280,6 +284,7 @@ def explains_foreign_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # pytest shows the caller's line, and that of the error
         try:
             return function(*args, **kwargs)
         except TypeError as error:  # checked only after a failure, so valid calls pay nothing

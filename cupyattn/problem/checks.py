@@ -300,7 +300,10 @@ def check_bias(bias: Any, shape: tuple[int, ...]) -> str:
     """Check an additive bias of scores of a shape; return the name of its dtype."""
     name = _NAMES.get(bias.dtype)
     if name is None:
-        raise TypeError(f"bias must be float16, bfloat16 or float32, got bias.dtype={bias.dtype}")
+        advice = "give it as mask=" if bias.dtype == np.bool_ else "give bias.astype('float32')"
+        raise TypeError(
+            f"bias must be float16, bfloat16 or float32, got bias.dtype={bias.dtype}: {advice}"
+        )
     check_broadcast("bias", bias, shape)
     return name
 
@@ -323,9 +326,10 @@ def check_broadcast(name: str, array: Any, shape: tuple[int, ...]) -> None:
         n in (1, want) for n, want in zip(have[::-1], shape[::-1], strict=False)
     )
     if not fits:
+        padding = have == (shape[0], shape[3])  # True or a number for each key of each entry
         raise ValueError(
             f"{name} must broadcast to (batch, heads, len_q, len_kv) = {shape}, "
-            f"got {name}.shape={have}"
+            f"got {name}.shape={have}" + f": give {name}[:, None, None]" * padding
         )
 
 

@@ -266,10 +266,10 @@ def report_of(
     received, known, value, worst = held.received, held.known, held.o, held.worst
     rows, unbounded = known.rows, known.unbounded
     scored = options_of_exact(received, rows)
-    relative_l2, size = _relative_l2(value, known.o)
+    relative_l2, size = _relative_l2(value, known.o, unbounded)
     of_caller, relative_l2_given = _exact_of_caller(received, exact, scored), None
     if of_caller is not None:
-        relative_l2_given, _ = _relative_l2(value, of_caller[0])
+        relative_l2_given, _ = _relative_l2(value, of_caller[0], unbounded)
     elif received.quantized is None:
         relative_l2_given = relative_l2
     foreign = None if numerics is None else numerics.foreign
@@ -352,11 +352,11 @@ def _finite(*arrays: Array | None) -> bool:
     return all(bool(array_namespace(x).isfinite(x).all()) for x in arrays if x is not None)
 
 
-def _relative_l2(value: Array, expected: Array) -> tuple[float, Array]:
-    """Return ``norm(value - expected) / norm(expected)`` of finite elements, and `expected` with 0
-    for the others."""
+def _relative_l2(value: Array, expected: Array, unbounded: Array) -> tuple[float, Array]:
+    """Return ``norm(value - expected) / norm(expected)`` of finite `expected`, and `expected` with
+    0 for the others. In rows without a bound only finite values count."""
     xp = array_namespace(value, expected)
-    finite = xp.isfinite(value) & xp.isfinite(expected)
+    finite = xp.isfinite(expected) & (xp.isfinite(value) | ~unbounded[..., None])
     size = xp.where(finite, expected, 0.0)
     error = xp.where(finite, value - size, 0.0)
     return _norm(error) / (_norm(size) or 1.0), size

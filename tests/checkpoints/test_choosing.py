@@ -214,6 +214,10 @@ def test_layers_of_one_input_get_the_same_factors() -> None:
     with replace_linear_with_int8(model, config=config, activations=given) as handle:
         q, k, other = (model[name].weight_smooth for name in given)
         assert q is k and not torch.equal(q, other) and "3 layers smoothed" in handle.report()
+        lines = handle.report().splitlines()
+        rotated = sum("smoothed, rotated" in line for line in lines)
+        said = f"scales by channel: 3 layers smoothed, {rotated} of them rotated, as asked for"
+        assert lines[1] == said and rotated == 3
     config = ca.Int8Config(smooth=True, strategy="channel", rotate=None)
     with replace_linear_with_int8(model, config=config, activations={"q": x}):
         assert model["q"].weight_smooth is not None and model["q"].rotate is None

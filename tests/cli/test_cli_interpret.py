@@ -133,7 +133,7 @@ def test_stops_show_registers_and_members(capsys: pytest.CaptureFixture[str]) ->
         (["fa", *SMALL, "--break", "attn_fa.cu:1"], "no instruction comes from attn_fa.cu:1"),
         (["fa", *SMALL, "--break", "fa.cu:40"], "no kernel has instructions of 'fa.cu'"),
         (["fa", *SMALL, "--trace", "x.txt", "--trace-of", "0"], "takes BLOCK:WARP:LANE"),
-        (["fa", *SMALL, "--trace", "/nowhere/x.txt"], "/nowhere/x.txt"),
+        (["fa", *SMALL, "--trace", "/nowhere/x.txt"], "--trace: there is no folder '/nowhere'"),
         (["fa", *SMALL, "--arch", "sm_7"], "sm_7"),
         (["fa_tc", *SMALL, "--dtype", "float32"], "float32"),
     ],

@@ -197,7 +197,7 @@ def test_without_a_device_the_interpreter_counts(
 ) -> None:
     status, printed = run(capsys, "profile", "rows.cu", "--json", "counts.json")
     assert status == 0
-    assert printed.startswith("Not timed, as there is no CUDA device (")
+    assert printed.startswith("Not timed, as CuPy ")
     assert "O is within its bound" in printed and "global load" in printed
     assert json.loads(Path("counts.json").read_text())["kernels"]
     mine(*PAST_THE_END)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,27 @@ def test_a_kernel_runs_and_its_arrays_are_kept(
     np.testing.assert_array_equal(np.load(kept)["y"], np.arange(6) + 1)
     record = json.loads(counts.read_text())
     assert record["entry"] == "add" and list(record["kernels"]) == ["_Z3addPKfPfiS0_"]
+
+
+def test_arrays_are_kept_whole_or_not_at_all(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["interpret", str(folder / "add.cu"), "--save"]
+    for place, said in ((folder / "no" / "x.npz", "there is no folder"), (folder, "is a folder")):
+        assert cli.main([*command, str(place)]) == 2
+        told = capsys.readouterr()
+        assert "--save: " in told.err and said in told.err and not told.out  # nothing has run
+    kept = folder / "out.npz"
+    assert cli.main([*command, str(kept.with_suffix(""))]) == 0
+    whole = kept.read_bytes()
+
+    def full(file: Any, **arrays: Any) -> None:
+        file.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez", full)
+    assert cli.main([*command, str(kept)]) == 2
+    assert kept.read_bytes() == whole
 
 
 def test_trace_and_break(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

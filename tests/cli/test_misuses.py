@@ -102,6 +102,7 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("interpret", "the following arguments are required: VARIANT"),
         ("interpret fa --len 8 --trace-lines x", "invalid int value"),
         ("interpret fa --len 8 --json nowhere/x.json", "nowhere"),
+        ("interpret fa --len 8 --trace nowhere/x.txt", "--trace: there is no folder 'nowhere'"),
         ("interpret fa_tc --arch sm_70 --len 8", "sm_70"),
         ("profile", "the following arguments are required: VARIANT"),
         ("profile fa --warmup x", "invalid int value"),

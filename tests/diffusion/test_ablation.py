@@ -38,7 +38,8 @@ def test_the_ways_of_diffusion_are_points() -> None:
     given = rows["given scales of a tensor"]["judgement"]["relative_error"]
     assert rows["static scales of a head"]["judgement"]["relative_error"] <= given
     lines = str(found).splitlines()
-    assert "rel. error" in lines[0] and len(lines) == 1 + len(rows)
+    assert "rel. error" in lines[0] and lines[1 + len(rows)] == ""
+    assert "\n".join(lines[2 + len(rows) :]) == ablation.LEGEND
 
 
 def test_every_choice_of_a_part_is_a_point() -> None:
@@ -99,3 +100,4 @@ def test_the_command_prints_what_the_function_finds(capsys: pytest.CaptureFixtur
     assert main(["ablate", "bits", *shape, "--batch", "1"]) == 0
     told = capsys.readouterr().out
     assert "4 bits, Q and K per token" in told and "x error" in told
+    assert ablation.LEGEND in told

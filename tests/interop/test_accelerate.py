@@ -357,7 +357,11 @@ def test_arguments_of_another_type_are_refused(options: dict[str, Any], message:
         ({"accuracy": "fast"}, "accuracy must be 'full', 'balanced', 'aggressive', got 'fast'"),
         ({"compile": True}, "compile must be 'blocks', 'graphs' or False, got True"),
         ({"include": "atn"}, "'atn' of include is found in the name of no linear layer or attent"),
-        ({"activations": {"to_q": torch.ones(2, 128)}}, "of 'to_q', which is no linear layer, the"),
+        (
+            {"activations": {"to_q": torch.ones(2, 128)}},
+            "of 'to_q', which is no linear layer, there are .* of the same object, as names in a "
+            "pipeline begin with that of the component$",
+        ),
         (
             {"activations": {}, "checkpoint": "int8"},
             "a checkpoint has its codes already: give one of",

@@ -172,6 +172,7 @@ def test_a_configuration_is_enough(
     given = ["advise", str(path), "--tokens", "4096", "--prompt", "333", "--json", str(record)]
     assert cli.main(given) == 0
     out = capsys.readouterr().out
+    assert "On an H200 a compiled native pass of 4,096 tokens, beside 333 of the prompt, " in out
     assert "linear layers with" in out and "(head_dim 64), width 2,432" in out
     assert "Measured with graphs in a whole SD3.5 Large of 4,096 tokens" in out
     assert "The host may take longer" in out and "compile='graphs'" in out
@@ -194,6 +195,7 @@ def test_the_header_of_a_folder_gives_the_same(
     out = capsys.readouterr().out
     assert "1 attention module with" in out
     assert "No advice: width 128 is below 1,024, the least" in out
+    assert "measure with accelerate(pipe).compare(...) or cupyattn trial" in out
 
 
 def test_attention_of_layers_that_make_more_than_queries_counts(

@@ -172,7 +172,7 @@ def test_what_int8_does_not_take_is_native_to_the_bit_and_counted(flux: Any) -> 
     with interop.replace_attention_with_int8(flux, min_length=1000) as handle:
         assert torch.equal(cases.generate(flux, "flux", steps=3), native)
     assert handle.report().native == {"fewer than 1000 queries or keys": 12}
-    assert "native: 6 fewer than 1000 queries or keys" in str(handle.report())
+    assert "native: 6 (fewer than 1000 queries or keys)" in str(handle.report())
 
 
 def attention(**changed: Any) -> Any:

@@ -337,7 +337,7 @@ def test_calls_that_int8_does_not_take_fall_back_and_are_counted(
     handle = interop.replace_attention_with_int8(model, policy="balanced", **SHORT)
     assert torch.equal(compiled("method", model, "eager")(x), expected)
     assert handle.report().compiled_fallbacks == {"no such device": 2}
-    assert str(handle.report()).endswith("compiled code, in its own type: 2 no such device")
+    assert str(handle.report()).endswith("compiled code, in its own type: 2 (no such device)")
     assert caplog.text.count("fell back to 16 bits") == 1
     monkeypatch.setattr(inductor_calls, "obstacle", "no such table")
     said = "compiled code, by torch's dispatcher: no such table"

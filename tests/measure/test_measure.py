@@ -39,7 +39,8 @@ def test_every_rung_holds_its_bounds(dtype: str) -> None:
         assert (judged.j3 is not None) == (rung.variant == "fa_int8")
         assert rung.seconds is None and rung.tflops is None and rung.share is None
     lines = str(table).splitlines()
-    assert len(lines) == 6 and lines[0].split()[:5] == ["rung", "run", "by", "J2", "J3"]
+    assert lines[0].split()[:5] == ["rung", "run", "by", "J2", "J3"] and lines[6] == ""
+    assert "\n".join(lines[7:]) == table.legend and "PTX J2" not in table.legend
 
 
 @pytest.mark.parametrize("quant", [None, ca.QuantConfig(pv="int8", symmetric=False)])

@@ -132,6 +132,15 @@ def test_a_record_holds_no_infinity() -> None:
         trial.text({"psnr": math.inf})
 
 
+def test_a_part_that_changed_no_bit_is_named() -> None:
+    made = record()
+    made["ways"]["linear layers"]["latents"] = [0.0, 0.0]
+    verdicts = Comparison(made).verdicts()
+    assert verdicts["linear layers"].endswith("; its result has native's bits: report() says which "
+                                              "calls ran")  # fmt: skip
+    assert not any("bits" in line for name, line in verdicts.items() if name != "linear layers")
+
+
 def test_time_left_is_by_the_runs_that_were() -> None:
     assert trial.time_left([10.0, 12.0, 11.0], 3) == "33 s left"
 

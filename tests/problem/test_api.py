@@ -292,6 +292,16 @@ def test_options_that_cannot_be(
             call(*normal(), **options)
 
 
+def test_explain_shows_which_size_is_taken_for_what() -> None:
+    q, ends = np.zeros((2, 6, 24, 8), np.float16), np.int32([0, 3, 24])
+    sizes = "sizes: batch=2, heads=6, heads_kv=3, len_q=24, len_kv=24, head_dim=8"
+    assert sizes in explain(q, q[:, :3], q[:, :3]).splitlines()
+    assert "heads=24, heads_kv=24, len_q=6, len_kv=6" in explain(q, q, q, layout="BSHD")
+    packed = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    said = explain(*[q[0].swapaxes(0, 1)] * 3, **packed)
+    assert "len_q=21, len_kv=21, head_dim=8, the lengths of the longest sequences" in said
+
+
 def test_the_environment_chooses_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sums run in the kernel's order, the mirror's in NumPy's: the last bits differ."""
     q, k, v = normal()

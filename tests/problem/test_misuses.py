@@ -17,6 +17,15 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v[:, :, :4])", "k and v must agree on length, got q.shape=(1, 2, 8,"),
         ("ca.attention(q, k[..., :4], v)", "q and k must agree on head_dim, got q.shape=(1, 2, 8,"),
         ("ca.attention(q[0], k, v)", "q, k and v must have four axes (batch, heads, len,"),
+        (
+            "ca.attention(q[0], k[0], v[0])",
+            "q, k and v must have four axes (batch, heads, len, head_dim), got q.shape=(2, 8, 16) "
+            "k.shape=(2, 8, 16) v.shape=(2, 8, 16): give q[None, ...] and so on",
+        ),
+        (
+            "ca.attention(*rows, cu_seqlens_q=ends, cu_seqlens_k=ends)",
+            "attention takes no cu_seqlens_q: attention_varlen and attention_varlen_backward take",
+        ),
         ("ca.attention(q[:, :, :, None], k, v)", "q, k and v must have four axes (batch, heads,"),
         (
             "ca.attention(q, k[:, :1].repeat(3, 1), v[:, :1].repeat(3, 1))",
@@ -32,7 +41,10 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
             "q, k and v must be of one type, float16, bfloat16 or float32, got",
         ),
         ("ca.attention(q, k.astype('f4'), v)", "q, k and v must be of one type, float16,"),
-        ("ca.attention(q.tolist(), k, v)", "q must be a NumPy or CuPy array, or have __dlpack__,"),
+        (
+            "ca.attention(q.tolist(), k, v)",
+            "q must be a NumPy or CuPy array, or have __dlpack__, got list: give numpy.array(q, dt",
+        ),
         ("ca.attention(q, k, None)", "v must be a NumPy or CuPy array, or have __dlpack__, got"),
         ("ca.attention('q', k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got str"),
         ("ca.attention(None, k, v)", "q must be a NumPy or CuPy array, or have __dlpack__, got"),
@@ -72,7 +84,19 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("ca.attention(q, k, v, mask=True)", "mask must be a NumPy or CuPy array, or have"),
         ("ca.attention(q, k, v, mask=[[True]])", "mask must be a NumPy or CuPy array, or have"),
         ("ca.attention(q, k, v, bias=np.ones((8, 7), 'f4'))", "bias must broadcast to (batch,"),
-        ("ca.attention(q, k, v, bias=np.ones((8, 8), 'i4'))", "bias must be float16, bfloat16 or"),
+        (
+            "ca.attention(*(x.repeat(2, 0) for x in (q, k, v)), mask=np.ones((2, 8), bool))",
+            "mask must broadcast to (batch, heads, len_q, len_kv) = (2, 2, 8, 8), got "
+            "mask.shape=(2, 8): give mask[:, None, None]",
+        ),
+        (
+            "ca.attention(q, k, v, bias=np.ones((8, 8)))",
+            "bias must be float16, bfloat16 or float32, got bias.dtype=float64: give bias.astype('",
+        ),
+        (
+            "ca.attention(q, k, v, bias=np.ones((8, 8), bool))",
+            "bias must be float16, bfloat16 or float32, got bias.dtype=bool: give it as mask=",
+        ),
         ("ca.attention(q, k, v, bias=1.0)", "bias must be a NumPy or CuPy array, or have"),
         (
             "ca.attention(q, k, v, block_mask=np.ones((1, 1, 1, 1), bool))",

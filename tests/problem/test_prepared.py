@@ -147,7 +147,7 @@ def test_free_memory_is_what_the_pool_could_hand_out(
 def test_arrays_of_another_form_are_refused() -> None:
     q, k, v = normal()
     prepared = plan(q, k, v, backend="mirror")
-    with pytest.raises(ValueError, match=r"q was planned as shape \(2, 4, 20, 32\).*plan anew"):
+    with pytest.raises(ValueError, match=r"q was planned as shape \(2, 4, 20, 32\).*plan again"):
         prepared(*normal(len_q=21))
     with pytest.raises(ValueError, match=r"q was planned as .* got shape .* dtype float32"):
         prepared(*normal("float32"))

@@ -103,7 +103,17 @@ def test_nan_is_never_within_a_bound() -> None:
     q, k, v = distributions.make("normal", 1, 1, 9, 9, 4, "float16", seed=0)
     o = attention_mirror(q, k, v, variant="unfused")
     o[0, 0, 3, 3] = np.nan
-    assert judge(o, q, k, v, variant="unfused").ratio == INF
+    report = judge(o, q, k, v, variant="unfused")
+    assert report.ratio == INF and report.tightness < 1
+    assert np.isnan([report.relative_l2, report.relative_l2_given]).all()
+
+
+def test_pytest_shows_the_line_of_the_test_that_a_bound_failed() -> None:
+    x = np.ones((1, 1, 4, 8), np.float16)
+    with pytest.raises(AssertionError, match="OUTSIDE") as failed:
+        assert_within_bound(0 * x, x, x, x, variant="fa")
+    frames = [entry.frame.f_locals for entry in failed.traceback[1:]]
+    assert frames and all(frame.get("__tracebackhide__") for frame in frames)
 
 
 def test_finite_garbage_is_no_answer_to_nan() -> None:

@@ -62,7 +62,7 @@ class Report:
     >>> layer = LayerReport("unet.attn1", {"balanced": 3}, {"gradients": 1}, {})
     >>> print(Report((layer,)))
     1 attention module: 3 calls by cupyattn (3 balanced), 1 native
-    unet.attn1: 3 balanced; native: 1 gradients
+    unet.attn1: 3 balanced; native: 1 (gradients)
     >>> print(Report((LayerReport("unet.attn1", {}, {}, {}, ("balanced",)),)))
     1 attention module: 1 module in compiled code, whose calls are not counted
     unet.attn1: in compiled code: balanced
@@ -107,14 +107,14 @@ class Report:
         lines = [f"{counted(len(self.layers), 'attention module')}: {self._totals()}"]
         for layer in self.layers:
             said = [_listed(layer.modes)] if layer.modes else []
-            said += [f"native: {_listed(layer.native)}"] if layer.native else []
+            said += [f"native: {_reasons(layer.native)}"] if layer.native else []
             said += [f"on several ranks: {_listed(layer.on_ranks)}"] if layer.on_ranks else []
-            said += [f"in its own type: {_listed(layer.fallbacks)}"] if layer.fallbacks else []
+            said += [f"in its own type: {_reasons(layer.fallbacks)}"] if layer.fallbacks else []
             in_graphs = _listed(layer.compiled_calls) or ", ".join(layer.compiled)
             said += [f"in compiled code: {in_graphs}"] if in_graphs else []
             lines.append(f"{layer.name}: {'; '.join(said) or 'not called'}")
         if self.compiled_fallbacks:
-            lines.append(f"compiled code, in its own type: {_listed(self.compiled_fallbacks)}")
+            lines.append(f"compiled code, in its own type: {_reasons(self.compiled_fallbacks)}")
         if self.compiled_obstacle:
             lines.append(f"compiled code, by torch's dispatcher: {self.compiled_obstacle}")
         return "\n".join(map(printable, lines))
@@ -135,3 +135,7 @@ class Report:
 
 def _listed(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} ({why})" for why, count in counts.items())

@@ -383,7 +383,7 @@ def _from_checkpoint(
             check_shape(source, one, candidates[name])
     for name, one in found.items():
         if one is None:
-            yield name, None, "the checkpoint has no codes of it"
+            yield name, None, "no codes in the checkpoint"
         else:
             layer = layer_of(source, one, candidates[name], options)
             check_own(source, one, layer, candidates[name])

@@ -73,7 +73,8 @@ def check_names(activations: Activations | None, names: Collection[str]) -> None
         if name not in names:
             raise ValueError(
                 f"activations are of {name!r:.80}, which is no linear layer, there are "
-                f"{first_names(names)}: give record(...).recording.inputs of the same model"
+                f"{first_names(names)}: give record(...).recording.inputs of the same object, as "
+                "names in a pipeline begin with that of the component"
             )
 
 
@@ -146,7 +147,12 @@ def with_strategy(
     if config.smooth is True:
         rotate = "hadamard" if config.rotate == AUTO else config.rotate
         ways = {n: Way("channel", rotation_of(rotate, len(top)), True) for n, top in tops.items()}
-        why = f"{choice.why}; {counted(len(ways), 'layer')} smoothed, as asked for"
+        rotated = sum(way.rotate is not None for way in ways.values())
+        why = f"{counted(len(ways), 'layer')} smoothed, {rotated} of them rotated, as asked for"
+        if choice.strategy == "block":
+            why = f"layers without activations; by channel: {why}"
+        elif not errors:  # which are of these layers without factors
+            why = f"{choice.why}; {why}"
         choice = replace(choice, layers={**choice.layers, **ways}, why=why)
     factors = {name: f for name, f in factors.items() if choice.way_of(name).smooth}
     config = replace(config, smooth=False, strategy=choice.strategy, rotate=choice.rotate)
