@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import json
 import socket
@@ -135,23 +134,27 @@ def test_an_error_of_a_rank_is_raised_and_ends_the_others() -> None:
     assert {str(error) for error in seen.values()} == {"rank 1 raised KeyError: 'lost'"}
 
 
-def test_ctrl_c_in_the_caller_of_run_ends_the_ranks() -> None:
+def test_ctrl_c_in_the_caller_of_run_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
+    last = time.monotonic() + 10
+
+    class Interrupted(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
 
     def on_rank(group: Any) -> None:
-        if group.rank == 0:
-            _thread.interrupt_main()
         try:
-            while True:
+            while time.monotonic() < last:
                 group.barrier()
+                time.sleep(0.001)  # instead of work: two busy threads would keep the lock
         except RankError as error:
             ended.append(str(error))
             raise
 
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading, "Thread", Interrupted)
         distributed.run(on_rank, 2)
-    end = time.monotonic() + 10
-    while len(ended) < 2 and time.monotonic() < end:
+    while len(ended) < 2 and time.monotonic() < last:
         time.sleep(0.01)
     assert set(ended) == {"rank 0 raised KeyboardInterrupt in the thread that called run"}
 
