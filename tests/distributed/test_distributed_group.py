@@ -136,16 +136,18 @@ def test_an_error_of_a_rank_is_raised_and_ends_the_others() -> None:
 
 def test_ctrl_c_in_the_caller_of_run_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    last = time.monotonic() + 10
+    met, last = threading.Event(), time.monotonic() + 10
 
     class Interrupted(threading.Thread):
         def join(self, timeout: float | None = None) -> None:
+            met.wait(10)
             raise KeyboardInterrupt
 
     def on_rank(group: Any) -> None:
         try:
             while time.monotonic() < last:
                 group.barrier()
+                met.set()
                 time.sleep(0.001)  # instead of work: two busy threads would keep the lock
         except RankError as error:
             ended.append(str(error))
