@@ -471,7 +471,7 @@ def _examine(
     errors = None
     if has_codes(info) and tensor.size:
         errors = weight_errors(tensor, config.block_size, config.strategy)
-    elif tensor.dtype.kind in "fV" and tensor.size:
+    elif tensor.dtype.kind in "fVc" and tensor.size:
         errors = magnitudes(tensor)
     return report_of(name, info, errors, model, sha256_of(tensor))
 
