@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,15 @@ def test_percentiles_of_values_to_eight_bits(count, seed, percentile, dtype) -> 
     exact = np.percentile(q.reshape(4, -1), percentile, axis=1, method="inverted_cdf")
     ratio = found.q_scale[0] * 127 / exact
     assert (ratio >= 1 - 1e-6).all() and (ratio <= 1 + 2**-7).all()
+
+
+@pytest.mark.parametrize("of", ["maxima", "values"])
+def test_the_rank_of_a_percentile_is_exact(of: str) -> None:
+    """99.9 of 1,000 is 999, which a product of floats misses: the largest would be the scale."""
+    x = np.ones((1, 1, 1, 1), np.float32)
+    data = [(127 * (2 if i == 500 else 1) * x,) * 2 for i in range(1000)]
+    assert calibrate(data, 99.9, of).q_scale.item() == 1
+    assert calibrate(data, 99.91, of).q_scale.item() == 2
 
 
 def test_scales_of_maxima_never_saturate_what_was_seen() -> None:
@@ -273,3 +284,12 @@ def test_silence_has_scales_too() -> None:
         assert (found.q_scale == 1).all()
         nothing = calibrate([(silent[:, :, :0], silent[:, :, :0])], of=of)
         assert (nothing.q_scale == 1).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_calibrated_layer_is_copied_and_pickled(copied: Any) -> None:
+    data = batches(2)
+    layer = ca.Int8Attention(4, 8, 10, timestep_scales=calibrate(data))
+    q, k = data[0]
+    o, other = (x(q, k, k, 3, mode="balanced") for x in (layer, copied(layer)))
+    assert o.tobytes() == other.tobytes()
