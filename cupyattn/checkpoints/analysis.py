@@ -190,9 +190,21 @@ class Analysis:
         return min(tried, default="")  # of several, "block"
 
     def with_config(self, config: Int8Config) -> Analysis:
-        """Return the same findings judged by another configuration; "auto" keeps the strategy."""
+        """Return the same findings judged by another configuration; "auto" keeps the strategy.
+
+        Raises
+        ------
+        ValueError
+            For the other strategy, whose codes have other errors.
+        """
+        own = self.config.strategy
         if config.strategy == AUTO:
-            config = replace(config, strategy=self.config.strategy)
+            config = replace(config, strategy=own)
+        if config.strategy != own:
+            raise ValueError(
+                f"the analysis of {self.source!r} is of scales by {own}, whose errors are not "
+                f"those of strategy={config.strategy!r}: analyze with that, or leave one out"
+            )
         judged = (judge(t, config) for t in self.tensors)
         return replace(self, config=config, tensors=tuple(judged))
 
@@ -291,6 +303,8 @@ class Analysis:
                 TensorReport(**{**t, "shape": tuple(t["shape"])}) for t in record["tensors"]
             )
             given = {"strategy": "block", **record["config"]}  # which the first version left out
+            if given["strategy"] not in STRATEGIES:
+                raise ValueError(f"its strategy is {given['strategy']!r:.40}")
             found = cls(
                 record["source"], Int8Config(**given), tensors, str(record.get("choice", ""))
             )

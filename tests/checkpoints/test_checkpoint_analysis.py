@@ -284,6 +284,23 @@ def test_another_configuration_needs_no_other_look(tmp_path: Path) -> None:
     assert analyze(path, SMALL).with_config(other) == analyze(path, other)
 
 
+def test_another_strategy_needs_another_look(tmp_path: Path) -> None:
+    """An outlier in each row of one block costs blocks one block, and channels all these rows."""
+    w = np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)
+    w[:128, 5] = 3000
+    path = write(tmp_path / "x.safetensors", {"a.fc.weight": w})
+    config = ca.Int8Config(min_sqnr_db=9)
+    known = [analyze(path, replace(config, strategy=x)) for x in ("block", "channel")]
+    assert [one.tensors[0].verdict for one in known] == ["int8", "16bit"]
+    with pytest.raises(ValueError, match="is of scales by block, .* of strategy='channel'"):
+        convert(path, tmp_path / "out", known[1].config, analysis=known[0])
+    record = known[0].to_dict()
+    record["config"]["strategy"] = "auto"
+    (tmp_path / "known.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="no usable analysis: its strategy is 'auto'"):
+        Analysis.load(tmp_path / "known.json")
+
+
 @pytest.mark.parametrize("shape", [(2048, 1024), (64, 32768), (2**19, 4)], ids=str)
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, shape: tuple[int, int]) -> None:
     w = np.ones(shape, BF16)

@@ -63,7 +63,8 @@ def test_codes_that_cannot_be_read(tmp_path: Path, config, arrays, options, said
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("change", [{"version": 5}, {"dtypes": 3}, {"config": {}}, None])
+@pytest.mark.parametrize("change", [{"version": 5}, {"dtypes": 3}, {"dtypes": {"x": []}},
+                                    {"config": {}}, None])  # fmt: skip
 def test_a_damaged_record(tmp_path: Path, monkeypatch, change) -> None:  # type: ignore[no-untyped-def]
     metadata = conversion._ToInt8.metadata
 
