@@ -259,6 +259,8 @@ def calibrate_quantization_scales(
     if of not in OF:
         raise ValueError(f"of must be 'maxima' or 'values', got {of!r}")
     schedule = compute_sigma_schedule() if sigmas is None else check_sigmas("sigmas", sigmas)
+    if schedule.ndim != 1 or not schedule.size:
+        raise ValueError(f"sigmas must be (steps,), a ratio for each step, got {schedule.shape}")
     bins = SnrBins.even(schedule, num_bins)
     seen = [0] * bins.count
     sizes: tuple[int, ...] | None = None

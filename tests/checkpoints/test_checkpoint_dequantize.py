@@ -35,6 +35,8 @@ def test_codes_of_another_library(tmp_path: Path) -> None:
     (w,) = tensors(tmp_path / "back").values()
     assert w.dtype == BF16 and (w == 0.5).all() and w.shape == (20, 30)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {}
+    with pytest.raises(ValueError, match="give its folder, since of a file alone no config.json"):
+        dequantize(path / "model.safetensors", tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.diffusion import SnrBins, storage
+from cupyattn.diffusion import Calibrations, SnrBins, storage
 from cupyattn.diffusion.calibration import Calibration
+from cupyattn.diffusion.recordings import RecordedCall, Recording
 from cupyattn.quant.quantizers import scale_of_absmax
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
@@ -293,3 +294,33 @@ def test_a_calibrated_layer_is_copied_and_pickled(copied: Any) -> None:
     q, k = data[0]
     o, other = (x(q, k, k, 3, mode="balanced") for x in (layer, copied(layer)))
     assert o.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("[" * 100_000, "recursion"), ('[["a", "x"]]', "call 0 is of 'a' at step 'x'"),
+        ('[[["a"], 0]]', r"call 0 is of \['a'\]"), ('[["a", 1.5]]', "at step 1.5"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_recording_is_named(tmp_path: Path, calls: str, said: str) -> None:
+    path, q = tmp_path / "x.safetensors", np.ones((1, 2, 3, 4), np.float16)
+    Recording([RecordedCall("a", 0, q, q, q)]).save(path)
+    arrays, metadata = storage.read(path)
+    storage.write(path, arrays, {**metadata, "calls": calls})
+    with pytest.raises(ValueError, match=f"holds no usable recording: .*{said}"):
+        Recording.load(path)
+    storage.write(path, {**arrays, "attention:0:k": q[0]}, metadata)
+    with pytest.raises(ValueError, match="q, k and v of call 0 must have four axes"):
+        Recording.load(path)
+    kind = {"kind": "cupyattn.calibrations", "version": "1"}
+    storage.write(path, {}, {**kind, "layers": "[" * 100_000})
+    with pytest.raises(ValueError, match="holds no usable calibrations"):
+        Calibrations.load(path)
+
+
+@pytest.mark.parametrize("sigmas", [3.0, [], [[2.0, 1.0]]], ids=str)
+def test_a_schedule_has_one_axis(sigmas: Any) -> None:
+    with pytest.raises(ValueError, match=r"sigmas must be \(steps,\)"):
+        calibrate(batches(1), sigmas=sigmas)
