@@ -122,6 +122,9 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file, whole or not at all; an existing one is replaced."""
+        for name in self.inputs:
+            if name.startswith(OF_ATTENTION):
+                raise ValueError(f"{name!r:.80} is no name of a layer in a file: rename the layer")
         arrays = {name: np.ascontiguousarray(x) for name, x in self.inputs.items()}
         for number, call in enumerate(self.calls):
             for name in "qkv":

@@ -320,6 +320,12 @@ def test_a_damaged_recording_is_named(tmp_path: Path, calls: str, said: str) -> 
         Calibrations.load(path)
 
 
+def test_a_name_that_a_file_takes_for_attention_is_refused(tmp_path: Path) -> None:
+    inputs = {"attention:x": np.ones((2, 3), np.float32)}  # which loading left out
+    with pytest.raises(ValueError, match="'attention:x' is no name of a layer in a file"):
+        Recording(inputs=inputs).save(tmp_path / "x.safetensors")
+
+
 @pytest.mark.parametrize("sigmas", [3.0, [], [[2.0, 1.0]]], ids=str)
 def test_a_schedule_has_one_axis(sigmas: Any) -> None:
     with pytest.raises(ValueError, match=r"sigmas must be \(steps,\)"):
