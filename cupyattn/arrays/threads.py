@@ -1,8 +1,9 @@
-"""Several threads for parts of a large NumPy array, because NumPy releases the interpreter."""
+"""Threads: several for parts of a large NumPy array, since NumPy frees the interpreter; a lock."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -60,3 +61,26 @@ def in_threads(
         return [work(run) for run in runs]
     with ThreadPoolExecutor(len(runs)) as pool:
         return list(pool.map(work, runs))
+
+
+class Lock:
+    """A lock of threads. A copy of its owner, or one that is pickled, has another.
+
+    Examples
+    --------
+    >>> import copy
+    >>> with (lock := Lock()), copy.deepcopy(lock):
+    ...     pass
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()

@@ -18,7 +18,7 @@ from cupyattn.checkpoints.choosing import CHANNEL_LIMIT, Choice, choose
 from cupyattn.checkpoints.companions import read_config
 from cupyattn.checkpoints.header import DTYPES, FLOATS, TensorInfo
 from cupyattn.checkpoints.layout import MARKER_BYTES, WEIGHT
-from cupyattn.checkpoints.predicted_errors import predicted_errors
+from cupyattn.checkpoints.predicted_errors import power_to_unit, predicted_errors
 from cupyattn.checkpoints.quantised import check_full_width
 from cupyattn.checkpoints.roles import INT8_ROLES, LAYER_ROLES, PRECISE_ROLES, family_of, role_of
 from cupyattn.checkpoints.shards import Array, Source
@@ -29,7 +29,7 @@ from cupyattn.checkpoints.weight_errors import (
     magnitudes,
     weight_errors,
 )
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
 from cupyattn.files import open_regular
 from cupyattn.measure.words import counted, format_bytes, format_share
 from cupyattn.quant.blocks import AUTO, STRATEGIES, Int8Config, scale_shape, strips
@@ -190,9 +190,21 @@ class Analysis:
         return min(tried, default="")  # of several, "block"
 
     def with_config(self, config: Int8Config) -> Analysis:
-        """Return the same findings judged by another configuration; "auto" keeps the strategy."""
+        """Return the same findings judged by another configuration; "auto" keeps the strategy.
+
+        Raises
+        ------
+        ValueError
+            For the other strategy, whose codes have other errors.
+        """
+        own = self.config.strategy
         if config.strategy == AUTO:
-            config = replace(config, strategy=self.config.strategy)
+            config = replace(config, strategy=own)
+        if config.strategy != own:
+            raise ValueError(
+                f"the analysis of {self.source!r} is of scales by {own}, whose errors are not "
+                f"those of strategy={config.strategy!r}: analyze with that, or leave one out"
+            )
         judged = (judge(t, config) for t in self.tensors)
         return replace(self, config=config, tensors=tuple(judged))
 
@@ -291,6 +303,8 @@ class Analysis:
                 TensorReport(**{**t, "shape": tuple(t["shape"])}) for t in record["tensors"]
             )
             given = {"strategy": "block", **record["config"]}  # which the first version left out
+            if given["strategy"] not in STRATEGIES:
+                raise ValueError(f"its strategy is {given['strategy']!r:.40}")
             found = cls(
                 record["source"], Int8Config(**given), tensors, str(record.get("choice", ""))
             )
@@ -358,7 +372,7 @@ def analyze(
     check_full_width(source)
     check_patterns(config, source.tensors)
     model = str(read_config(source).get("_class_name", ""))
-    samples = _samples(source, activations or {})
+    samples = _samples(source, {} if activations is None else activations)
     choice = _chosen(source, config, model, samples)
     config = replace(config, strategy=choice.strategy)
     reports = []
@@ -471,7 +485,7 @@ def _examine(
     errors = None
     if has_codes(info) and tensor.size:
         errors = weight_errors(tensor, config.block_size, config.strategy)
-    elif tensor.dtype.kind in "fV" and tensor.size:
+    elif tensor.dtype.kind in "fVc" and tensor.size:
         errors = magnitudes(tensor)
     return report_of(name, info, errors, model, sha256_of(tensor))
 
@@ -519,6 +533,11 @@ def sha256_of(tensor: Array) -> str:
 
 def _samples(source: Source, activations: Mapping[str, Array]) -> dict[str, Array]:
     """Return activations as float32 rows, by the name of the weight that they meet."""
+    if not isinstance(activations, Mapping):
+        raise TypeError(
+            f"activations must map names of layers to arrays, got {shown(activations)}: give "
+            "record(...).recording.inputs, for example"
+        )
     found = {}
     for given, x in activations.items():
         name = given if given in source.tensors else f"{given}.weight"
@@ -529,6 +548,8 @@ def _samples(source: Source, activations: Mapping[str, Array]) -> dict[str, Arra
                 f"{source.path.name}"
             )
         x = np.asarray(x)
+        if x.dtype.kind not in "fViu":
+            raise ValueError(f"activations of {given!r:.80} must be real numbers, got {x.dtype}")
         if x.ndim < 1 or x.shape[-1] != shape[1] or not x.size:
             raise ValueError(
                 f"activations of {given!r:.80} must be (..., {shape[1]}) with a row or more, got "
@@ -553,21 +574,23 @@ def layer_errors(weight: Array, x: Array, block_size: int) -> tuple[float, float
     x : array, (rows, in), float32
     """
     rounded = {}
+    of_x, of_w = power_to_unit(x), power_to_unit(weight)  # after the codes are made
     for strategy in STRATEGIES:
         codes, scales = quantize_rows(x, block_size, strategy)
         across = scales.repeat(block_size, axis=1)[:, : x.shape[1]]
-        rounded[strategy] = codes * (scales if strategy == "channel" else across)
+        numbers = codes * (scales if strategy == "channel" else across)
+        rounded[strategy] = np.ldexp(numbers, of_x)
+    x = np.ldexp(x, of_x)
     noise, signal = dict.fromkeys(STRATEGIES, 0.0), 0.0
     step = max(1, PART_ELEMENTS // (block_size * max(1, weight.shape[1]))) * block_size
     for rows in strips(weight.shape[0], step):  # whole blocks
         w = weight[rows].astype(np.float32)
-        exact = x @ w.T
+        exact = x @ np.ldexp(w, of_w).T
         signal += float(np.square(exact, dtype=np.float64).sum())
         for strategy in STRATEGIES:
             coded = quantize_blocks(w, block_size, strategy)
-            error = rounded[strategy] @ dequantize_blocks(
-                *coded, block_size, strategy=strategy
-            ).T - exact  # fmt: skip
+            made = dequantize_blocks(*coded, block_size, strategy=strategy)
+            error = rounded[strategy] @ np.ldexp(made, of_w).T - exact
             noise[strategy] += float(np.square(error, dtype=np.float64).sum())
     by_block, by_channel = (
         math.sqrt(noise[strategy] / signal) if signal else 0.0 for strategy in STRATEGIES

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyattn.checkpoints.shards import Source
-from cupyattn.checkpoints.source import INDEX, PICKLES, SAFETENSORS
+from cupyattn.checkpoints.source import INDEX, PICKLES, SAFETENSORS, folder_of
 from cupyattn.files import open_regular
 
 #: The file that describes a model, in the convention of transformers and diffusers.
@@ -18,7 +18,7 @@ _OTHER_WEIGHTS = (".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def read_config(source: Source) -> dict[str, Any]:
-    """Return the ``config.json`` of a model's folder, an empty dict if it is missing.
+    """Return the ``config.json`` of a model's folder, an empty dict for a file or if it is missing.
 
     Raises
     ------
@@ -27,8 +27,8 @@ def read_config(source: Source) -> dict[str, Any]:
     ValueError
         If it is no JSON object, or a link out of the folder.
     """
-    path = source.path / CONFIG
-    if not source.path.is_dir() or not os.path.lexists(path):
+    folder = folder_of(source)
+    if folder is None or not os.path.lexists(path := folder / CONFIG):
         return {}
     if _leads_out(path):
         raise ValueError(
@@ -45,18 +45,26 @@ def read_config(source: Source) -> dict[str, Any]:
         raise ValueError(f"{path} is no configuration of a model: {error}") from error
 
 
-def companions(folder: Path) -> tuple[dict[str, Path], dict[str, str]]:
+def companions(source: Source) -> tuple[dict[str, Path], dict[str, str]]:
     """Return the small files of a model's folder by name, and which entries stay behind and why.
 
-    Small files are tokens, schedules and licences; weights of any format are not among them.
+    Small files are tokens, schedules and licences; weights of any format are not among them. Files
+    of weights stay behind if an index of their format leaves them out.
     """
     copies: dict[str, Path] = {}
     left_out: dict[str, str] = {}
-    if not folder.is_dir():
+    folder = folder_of(source)
+    if folder is None:
         return copies, left_out
+    read = {file.name for file in source.files}
+    kinds = tuple({file.suffix for file in source.files})
     weights = (SAFETENSORS, *PICKLES, *_OTHER_WEIGHTS, INDEX, CONFIG)
     for file in sorted(folder.iterdir()):
-        if file.name.startswith(".") or file.name.endswith(weights):
+        if file.name.startswith("."):
+            continue
+        if file.name.endswith(weights):
+            if file.name.endswith(kinds) and file.name not in read:
+                left_out[file.name] = "the index of the model does not name it"
             continue
         if _leads_out(file):
             left_out[file.name] = f"it is a link out of the folder, to {os.path.realpath(file)}"

@@ -256,6 +256,8 @@ def dequantize(
 
 
 def _target(output: str | os.PathLike[str]) -> Path:
+    if not os.fspath(output):  # abspath takes it for this folder
+        raise ValueError("output must be a path, got '': name a new or empty folder")
     target = Path(os.path.abspath(output))
     if target.is_symlink() and target.is_dir():
         target = target.resolve()  # the folder takes the name, not the link

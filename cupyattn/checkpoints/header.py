@@ -297,6 +297,8 @@ def _tensor(path: str | os.PathLike[str], name: str, entry: Any) -> TensorInfo:
             f"{path} is damaged: {name!r}, {dtype} {shape!r:.80}, needs {info.nbytes} bytes and "
             f"has offsets {offsets[0]} to {offsets[1]}"
         )
+    if math.prod(filter(None, shape)) * DTYPES[dtype].itemsize >= 2**63:  # an axis of 0 hides it
+        raise ValueError(f"{path}: {name!r} has the shape {shape!r:.80}, which no array can have")
     return info
 
 

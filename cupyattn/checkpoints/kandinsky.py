@@ -106,6 +106,8 @@ def open_kandinsky(
     UnsupportedError
         For YAML where PyYAML is not installed.
     """
+    if not os.fspath(model_path):
+        raise ValueError("model_path must be a path, got ''")
     given = _read(Path(config_path)) if config_path is not None else {}
     source = open_checkpoint(_transformer(Path(model_path), given))
     return source, describe(source, given or read_config(source))

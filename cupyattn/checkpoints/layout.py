@@ -153,6 +153,8 @@ def read_layout(config: dict[str, Any], records: Sequence[str], where: str) -> L
             if record["version"] > MIXED_VERSION:
                 raise ValueError(f"version {record['version']} is later than {MIXED_VERSION}")
             dtypes |= record["dtypes"]
+            if not all(isinstance(x, str) for x in dtypes.values()):
+                raise ValueError("its types are no names")
             rotated |= {*record.get("rotated", ())}
             config_of = record["config"]
             stored.add((config_of["block_size"], config_of.get("strategy", "block")))

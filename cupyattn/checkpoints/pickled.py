@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyattn.checkpoints.header import DTYPES, TensorInfo
+from cupyattn.checkpoints.header import DTYPES, METADATA, TensorInfo
 from cupyattn.checkpoints.shards import Array, files_by_name
 from cupyattn.errors import UnsupportedError
 from cupyattn.files import open_regular
@@ -52,6 +52,7 @@ class PickledCheckpoint:
         self._values = {name: held[file][name] for name, file in self._file_of.items()}
         self.tensors: dict[str, TensorInfo] = {}
         for name, value in self._values.items():
+            _check_storable(self._file_of[name], name, value)
             dtype = _NAMES.get(str(value.dtype).removeprefix("torch."))
             if dtype is None:
                 raise ValueError(
@@ -73,6 +74,21 @@ class PickledCheckpoint:
         flat = self._values[name].detach().clone().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy()
         return content.view(dtype).reshape(info.shape)
+
+
+def _check_storable(file: Path, name: str, value: Any) -> None:
+    """Raise ValueError for a tensor that is not dense, or a name that no safetensors file has."""
+    kind = str(value.layout).removeprefix("torch.")
+    if value.is_meta or value.is_nested or kind != "strided":
+        kind = "nested" if value.is_nested else "without numbers" if value.is_meta else kind
+        raise ValueError(f"{file}: {name!r:.80} is {kind}, and only dense tensors are read")
+    try:
+        name.encode()
+        fits = name != METADATA
+    except UnicodeEncodeError:  # half a surrogate pair
+        fits = False
+    if not fits:
+        raise ValueError(f"{file}: {name!r:.80} is no name of a tensor in safetensors: rename it")
 
 
 def _load(path: Path) -> dict[str, Any]:

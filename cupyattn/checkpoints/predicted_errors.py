@@ -78,9 +78,10 @@ def predicted_errors(weight: Array, x: Array, block_size: int = BLOCK_SIZE) -> E
     noise = np.zeros((2, 3))
     signal = np.zeros(2)
     for at, operand, lines in ((0, x, 1), (1, weight, block_size)):
+        power = power_to_unit(operand)
         step = max(1, _PART // (lines * max(1, x.shape[1]))) * lines  # whole blocks
         for part in strips(len(operand), step):
-            values = operand[part].astype(np.float32)
+            values = np.ldexp(operand[part].astype(np.float32), power)
             noise[at] += _noise(values, block_size, lines, group)
             signal[at] += float(np.square(values, dtype=np.float64).sum())
     found = [
@@ -88,6 +89,20 @@ def predicted_errors(weight: Array, x: Array, block_size: int = BLOCK_SIZE) -> E
         for one in noise.T
     ]
     return Errors(found[0], found[1], found[2] if group else None)
+
+
+def power_to_unit(x: Array) -> int:
+    """Return the power of two that brings the largest magnitude of an array to 0.5 to 1.
+
+    Relative errors do not change, and sums of products neither overflow float32 nor underflow.
+
+    Examples
+    --------
+    >>> power_to_unit(np.float32([3, -5])), power_to_unit(np.zeros(0))
+    (-3, 0)
+    """
+    top = max(float(x.max()), -float(x.min())) if x.size else 0.0
+    return -math.frexp(top)[1] if math.isfinite(top) else 0
 
 
 def _noise(values: Float32, block_size: int, lines: int, group: int) -> list[float]:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from cupyattn.checkpoints import comfy
+from cupyattn.checkpoints.companions import CONFIG
 from cupyattn.checkpoints.header import FLOATS, TensorInfo
 from cupyattn.checkpoints.shards import Source
+from cupyattn.checkpoints.source import folder_of
 from cupyattn.errors import UnsupportedError
 from cupyattn.quant.blocks import BLOCK_SIZE, strategy_of_weight
 from cupyattn.quant.rotation import LAYER_ROTATIONS, marker, rotation_of
@@ -437,9 +439,11 @@ def _by_scales(scales: TensorInfo) -> Scheme:
 def _scheme_of(layer: str, schemes: tuple[Scheme, ...], source: Source) -> Scheme:
     """Return the scheme of a layer: by its name, by a pattern of names, or by its class."""
     if not schemes:
+        alone = folder_of(source) is None and (source.path.parent / CONFIG).exists()
         raise ValueError(
             f"{source.path}: neither its files nor quantization_config in config.json say which "
             "rows and columns of a weight share a scale, e.g. blocks of 128 x 128"
+            + (": give its folder, since of a file alone no config.json is read" if alone else "")
         )
     if len({scheme.storage for scheme in schemes}) == 1:
         return schemes[0]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +25,15 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 PIPELINE = "model_index.json"
 DENOISERS = ("transformer", "unet", "prior")
 INDEX = ".index.json"
+#: End of a shard's name without its ending: its number, and how many there are.
+SHARD_NUMBER = re.compile(r"-(\d{1,9})-of-(\d{1,9})$")
+
+
+def folder_of(source: Source) -> Path | None:
+    """Return the folder of a model that is a folder or an index, None for a single file."""
+    if source.path.is_dir():
+        return source.path
+    return source.path.parent if source.path.name.endswith(INDEX) else None
 
 
 class SafetensorsCheckpoint:
@@ -99,6 +110,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Source:
     UnsupportedError
         For files that torch pickled where torch is not installed.
     """
+    if not os.fspath(path):  # as of an unset variable of the shell, and Path("") is this folder
+        raise ValueError("the model must be a path, got '': give its file, its folder or its index")
     found = Path(path)
     found.stat()  # describes the error of a missing path
     if found.is_dir():
@@ -123,6 +136,7 @@ def _open_folder(folder: Path) -> Source:
         if indices:
             return _open_index(folder, folder / indices[0])
         if files:
+            _check_shards(files)
             return _open_files(folder, files)
     parts = [n for n in names if (folder / n).is_dir() and _holds_checkpoint(folder / n)]
     denoisers = [n for n in parts if n.startswith(DENOISERS)]
@@ -137,6 +151,20 @@ def _open_folder(folder: Path) -> Source:
         f"{folder} holds no {SAFETENSORS} files"
         + (f"; its folders {', '.join(parts)} do: name one of them" if parts else "")
     )
+
+
+def _check_shards(files: list[Path]) -> None:
+    """Raise ValueError if files without an index are numbered shards, and not all of them."""
+    numbers: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for file in files:
+        if number := SHARD_NUMBER.search(file.stem):
+            numbers[file.stem[: number.start()], int(number[2])].add(int(number[1]))
+    for (stem, total), found in numbers.items():
+        if len(found) < total:
+            raise ValueError(
+                f"{files[0].parent} has {len(found)} of the {total} shards of {stem!r}, and no "
+                "index of them: get the others, or name one file to read it alone"
+            )
 
 
 def _holds_checkpoint(folder: Path) -> bool:

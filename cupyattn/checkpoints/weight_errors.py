@@ -177,12 +177,13 @@ def made_for(shape: tuple[int, ...], block_size: int, strategy: str) -> tuple[Ar
 def magnitudes(tensor: Array) -> WeightErrors:
     """Return how many elements are not finite, and the largest finite magnitude, nothing else."""
     flat = tensor.reshape(-1)
-    # NOTE: float32 holds every type but float64.
+    # NOTE: float32 holds every type but float64, and the parts of complex numbers.
     wide = np.float64 if tensor.dtype == np.float64 else np.float32
     nonfinite, largest = 0, 0.0
     for part in strips(flat.size, PART_ELEMENTS):
-        values = flat[part].astype(wide)
-        np.abs(values, out=values)
+        values = np.abs(flat[part].real.astype(wide))
+        if flat.dtype.kind == "c":  # no sum of squares, which may overflow
+            np.maximum(values, np.abs(flat[part].imag), out=values)
         top = float(values.max())
         if not math.isfinite(top):
             finite = np.isfinite(values)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +25,13 @@ from cupyattn.checkpoints.analysis import sha256_of
 from cupyattn.checkpoints.companions import CONFIG, companions
 from cupyattn.checkpoints.header import Header, TensorInfo, encode_header
 from cupyattn.checkpoints.shards import Array, Source
-from cupyattn.checkpoints.source import INDEX, SAFETENSORS, SafetensorsCheckpoint, open_checkpoint
+from cupyattn.checkpoints.source import (
+    INDEX,
+    SAFETENSORS,
+    SHARD_NUMBER,
+    SafetensorsCheckpoint,
+    open_checkpoint,
+)
 from cupyattn.files import naming, open_regular
 from cupyattn.measure.words import format_bytes, printable
 
@@ -35,7 +40,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 _LOCK, _STATE, _MODEL = "lock", "state.json", "model"
 #: A lock is no link, and no pipe that waits for a reader.
 _LOCK_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_SHARD_NUMBER = re.compile(r"-\d+-of-\d+$")
 
 LOG = logging.getLogger("cupyattn")
 
@@ -188,13 +192,13 @@ def plan(
         total = sum(item.nbytes for item in items)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         texts[f"{stem}{SAFETENSORS}{INDEX}"] = json.dumps(index, indent=2) + "\n"
-    copies, left_out = companions(source.path)
+    copies, left_out = companions(source)
     return Plan(tuple(shards), texts, copies, left_out)
 
 
 def _stem(source: Source) -> str:
     """Return the names of a model's files without number and ending."""
-    stems = {_SHARD_NUMBER.sub("", file.stem) for file in source.files}
+    stems = {SHARD_NUMBER.sub("", file.stem) for file in source.files}
     if len(stems) == 1 and source.files[0].suffix == SAFETENSORS:
         return stems.pop()
     return "model"
@@ -303,10 +307,15 @@ def _locked(partial: Path) -> Iterator[None]:
     while True:
         try:
             partial.mkdir(exist_ok=True)
-            strange = sorted({p.name for p in partial.iterdir()} - known)
+            there = {p.name for p in partial.iterdir()}
+            strange = sorted(there - known)
+            # A conversion writes its state before any file of the model.
+            if not strange and _MODEL in there and _STATE not in there:
+                strange = [f"{_MODEL}/{p.name}" for p in sorted((partial / _MODEL).iterdir())]
             if strange:
                 raise FileExistsError(
-                    f"{partial} holds {strange[0]!r}, which no conversion left there"
+                    f"{partial} holds {strange[0]!r}, which no conversion left there: move it "
+                    "away, or name another output"
                 )
             lock = os.open(partial / _LOCK, _LOCK_FLAGS, 0o666)
         except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Write a model whose large linear layers have INT8 weights in blocks, in safetensors that other
-libraries read. OUTPUT must not exist. It appears only when it is complete and has been read back.
-Until then the files are in OUTPUT.partial, and the same command continues after an interruption."""
+"""Write a model whose large linear layers have INT8 weights, in safetensors that other libraries
+read. OUTPUT is a new or empty folder. The model appears in it only when it is complete and has been
+read back. Until then the files are in OUTPUT.partial, and the same command continues after an
+interruption."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from cupyattn.cli.analyze import add_limits, limits
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a file, a folder, or an .index.json")
-    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new or empty folder")
     parser.add_argument(
         "--analysis", metavar="FILE",
         help="of the same model, from analyze --output: saves one pass over the weights",

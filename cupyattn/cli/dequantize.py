@@ -16,7 +16,7 @@ from cupyattn.cli.convert import add_writing, report
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", metavar="DIR", help="an INT8 checkpoint")
-    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new or empty folder")
     parser.add_argument(
         "--dtype", choices=FLOATS.values(), help="of the weights (default: as before, or bfloat16)"
     )

@@ -51,7 +51,7 @@ def check_elements(*shape: int) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Raise ValueError if a command would replace a file that it reads, or an output has no name.
+    """Raise ValueError if an output has no name, or would replace another or a file that is read.
 
     Parameters
     ----------
@@ -59,11 +59,18 @@ def check_outputs(args: argparse.Namespace) -> None:
         Its flags. All values that name files are inputs, except those of `OUTPUTS`.
     """
     read = list(_files_read(args))
+    written: dict[str, str] = {}
     for name, endings in OUTPUTS.items():
         if getattr(args, name, None) == "":  # as of an unset variable of the shell
             raise ValueError(f"--{name.replace('_', '-')} must name a file, got ''")
         for ending in endings if getattr(args, name, None) else ():
             target = Path(f"{getattr(args, name)}{ending}")
+            other = written.setdefault(os.path.realpath(target), name)
+            if other != name:
+                raise ValueError(
+                    f"--{other.replace('_', '-')} and --{name.replace('_', '-')} both name "
+                    f"{str(target)!r}: name two files"
+                )
             if target.is_file() and any(_holds(path, target) for path in read):
                 raise ValueError(
                     f"--{name.replace('_', '-')} would replace {str(target)!r}, which the command "

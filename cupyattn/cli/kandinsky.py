@@ -25,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--model-path", metavar="PATH", required=True, help="transformer, or folder of a pipeline"
     )
     parser.add_argument("--config-path", metavar="FILE", help="its YAML, or JSON of diffusers")
-    parser.add_argument("--output-path", metavar="DIR", required=True, help="a new folder")
+    parser.add_argument(
+        "--output-path", metavar="DIR", required=True, help="a new or empty folder"
+    )
     parser.add_argument(
         "--benchmark", action="store_true",
         help="then time the products of one visual block in 16 bits and as INT8, on a device",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 from cupyattn.arrays.interchange import device_of, is_cupy, take
 from cupyattn.arrays.kinds import Array, array_namespace
 from cupyattn.arrays.memory import on_device_of
+from cupyattn.arrays.threads import Lock
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.contracts import check_tiles
 from cupyattn.compiler.modules import ModuleSpec
@@ -227,7 +227,7 @@ class Int8Attention:
               if qk_norm is None and qk_norm_eps != EPS else []),
         ])  # fmt: skip
         self._fallbacks: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     # ---- the meaning of a step -------------------------------------------------------------------
 

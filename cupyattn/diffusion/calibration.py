@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -257,6 +259,8 @@ def calibrate_quantization_scales(
     if of not in OF:
         raise ValueError(f"of must be 'maxima' or 'values', got {of!r}")
     schedule = compute_sigma_schedule() if sigmas is None else check_sigmas("sigmas", sigmas)
+    if schedule.ndim != 1 or not schedule.size:
+        raise ValueError(f"sigmas must be (steps,), a ratio for each step, got {schedule.shape}")
     bins = SnrBins.even(schedule, num_bins)
     seen = [0] * bins.count
     sizes: tuple[int, ...] | None = None
@@ -376,14 +380,19 @@ def _histogram(magnitudes: Array) -> np.ndarray:
     return on_host(xp.bincount(flat, minlength=heads * _PATTERNS)).reshape(heads, _PATTERNS)
 
 
+def _rank(percentile: float, count: int) -> int:
+    """Return the nearest rank of a percentile, from 1: exactly, so 999 of 1,000 for 99.9."""
+    return math.ceil(Fraction(repr(float(percentile))) * count / 100)
+
+
 def _level_of_maxima(maxima: list[np.ndarray], percentile: float) -> Float32:
-    levels = np.percentile(np.stack(maxima), percentile, axis=0, method="inverted_cdf")
-    return np.asarray(levels, np.float32)
+    levels: Float32 = np.sort(np.stack(maxima), axis=0)[_rank(percentile, len(maxima)) - 1]
+    return levels
 
 
 def _level_of_values(histogram: list[np.ndarray], percentile: float) -> Float32:
     below = histogram[0].cumsum(axis=1)
-    wanted = np.ceil(below[:, -1:] * (percentile / 100))
+    wanted = _rank(percentile, int(below[:, -1].max(initial=0)))  # of every head
     pattern = (below < wanted).sum(axis=1).astype(np.uint32)
     level: Float32 = (pattern << np.uint32(16)).view(np.float32)
     return level

@@ -54,7 +54,7 @@ class Calibrations(dict[str, Calibration]):
                 }  # fmt: skip
                 found[name] = Calibration.of_arrays(own, said)
             return found
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             message = f"{os.fspath(path)!r} holds no usable calibrations: {error}"
             raise ValueError(message) from error
 

@@ -122,6 +122,9 @@ class Recording:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a safetensors file, whole or not at all; an existing one is replaced."""
+        for name in self.inputs:
+            if name.startswith(OF_ATTENTION):
+                raise ValueError(f"{name!r:.80} is no name of a layer in a file: rename the layer")
         arrays = {name: np.ascontiguousarray(x) for name, x in self.inputs.items()}
         for number, call in enumerate(self.calls):
             for name in "qkv":
@@ -161,9 +164,20 @@ class Recording:
                 for name in header.tensors if not name.startswith(OF_ATTENTION)
             }  # fmt: skip
             sigmas = mapped(path, header, _SIGMAS) if _SIGMAS in header.tensors else None
+            for number, call in enumerate(calls):
+                _check_call(number, call)
             return cls(calls, inputs, sigmas, header.metadata["source"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)!r} holds no usable recording: {error}") from error
+
+
+def _check_call(number: int, call: RecordedCall) -> None:
+    """Raise ValueError for a call that no recorder writes."""
+    shapes = [x.shape for x in (call.q, call.k, call.v)]
+    if not isinstance(call.layer, str) or not isinstance(call.timestep, int | None):
+        raise ValueError(f"call {number} is of {call.layer!r:.40} at step {call.timestep!r:.40}")
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"q, k and v of call {number} must have four axes, got {shapes}")
 
 
 class HasRecording(Protocol):

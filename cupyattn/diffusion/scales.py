@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import numpy as np
 
 from cupyattn.arrays.interchange import on_host, take
 from cupyattn.arrays.kinds import Array
+from cupyattn.arrays.threads import Lock
 from cupyattn.diffusion import guidance, unused
 from cupyattn.diffusion.calibration import Calibration
 from cupyattn.diffusion.schedules import Float64, Step, compute_adaptive_scales
@@ -83,7 +83,7 @@ class StepScales:
             raise ValueError("static scales of quant need symmetric=True")
         self._made: dict[Any, QuantConfig] = {}
         self._bins: dict[float, int] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def config(
         self, mode: str, step: Step, device: int, heads_kv: int, branches: int = 1

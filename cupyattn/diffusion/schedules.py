@@ -120,6 +120,10 @@ def compute_sigma_schedule(
         )
         if low > high:
             raise ValueError(f"sigma_min must be at most sigma_max, got {sigma_min=} {sigma_max=}")
+        if abs(math.log(high)) / bend > 700:
+            raise ValueError(
+                f"rho={rho!r} is too small: {sigma_max=} to the power 1 / rho does not fit float64"
+            )
         ends = high ** (1 / bend), low ** (1 / bend)
         steps: Float64 = np.asarray(np.linspace(*ends, n) ** bend)
         # NOTE: the root and its power round.

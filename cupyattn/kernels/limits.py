@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -97,6 +98,11 @@ def as_float(number: Any) -> float:
         return float(number)
     except OverflowError:
         return math.copysign(math.inf, number > 0 or -1)
+
+
+def is_real(number: object) -> bool:
+    """Return whether a caller's object is a real number, of NumPy's too."""
+    return isinstance(number, numbers.Real)
 
 
 def check_length(name: str, length: Any) -> int:

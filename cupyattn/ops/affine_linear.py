@@ -15,7 +15,13 @@ from cupyattn.compiler.target import check_backend
 from cupyattn.ops.act_quant import act_quant
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.linear import check_bias, check_given, check_input
-from cupyattn.quant.blocks import BLOCK_SIZE, check_codes, check_out_dtype, check_values
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    check_codes,
+    check_out_dtype,
+    check_values,
+    check_weight_of,
+)
 from cupyattn.reference.weights import quantize_channels_affine
 
 Array = Any
@@ -194,8 +200,11 @@ class AffineInt8Linear:
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)
+        check_input(x, self.codes, None)
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
+        check_out_dtype(out_dtype)
         (weight,) = taken(weight=weight)
+        check_weight_of(weight, self.codes)
         given = x, weight, self.codes, self.scales, self.zeros
         rows, weight, of_w, scales_of_w, zeros = map(on_host, given)
         rows = rows.reshape(-1, rows.shape[-1])

@@ -17,6 +17,7 @@ from cupyattn.bounds.values import rounding_to_codes
 from cupyattn.compiler.architectures import check_arch
 from cupyattn.compiler.target import check_backend, choose
 from cupyattn.errors import UnsupportedError, shown
+from cupyattn.kernels.limits import is_real
 from cupyattn.ops.act_quant import act_quant, act_quant_except, places
 from cupyattn.ops.gemm import int8_gemm
 from cupyattn.ops.layers import LayersSettings, interpret_layer, steps_before
@@ -25,7 +26,14 @@ from cupyattn.ops.weights import weight_quant
 from cupyattn.plans.act_quant import padded
 from cupyattn.problem.row_preparation import EPS
 from cupyattn.quant.activation import ACTIVATION_SLOPE, GLU, check_activation, columns_of
-from cupyattn.quant.blocks import BLOCK_SIZE, by_column, check_codes, strategy_of_weight
+from cupyattn.quant.blocks import (
+    BLOCK_SIZE,
+    by_column,
+    check_codes,
+    check_out_dtype,
+    check_weight_of,
+    strategy_of_weight,
+)
 from cupyattn.quant.rotation import arranged, check_rotation, rotated
 from cupyattn.quant.row_steps import RowSteps
 from cupyattn.quant.smoothing import check_powers, check_smooth
@@ -297,8 +305,11 @@ class Int8Linear:
         """
         x, as_given = take("x", x)
         xp = array_namespace(x)
+        check_input(x, self.codes, self.outlier_weight)
         out_dtype = x.dtype.name if out_dtype is None else out_dtype
+        check_out_dtype(out_dtype)
         x, weight, residual, gate = _on_host(x, *taken(weight=weight, residual=residual, gate=gate))
+        check_weight_of(weight, self.codes)
         own = self.codes, self.scales, self.bias, self.outlier_weight
         of_w, scales_of_w, bias, outlier_weight = _on_host(*own)
         columns = columns_of(of_w.shape[0], self.activation or "")
@@ -597,10 +608,15 @@ def outlier_columns(x: Array, threshold: float = OUTLIER_THRESHOLD) -> list[int]
     [0, 1]
     """
     x, _ = take("x", x, of_parameter=True)
+    if not x.ndim:
+        raise ValueError("x must be (..., in), got ()")
+    if not is_real(threshold) or threshold != threshold:
+        raise ValueError(f"threshold must be a number, got {shown(threshold)}")
+    if not x.size:
+        return []
     xp = array_namespace(x)
     largest = xp.abs(x.reshape(-1, x.shape[-1]).astype(np.float32)).max(axis=0)
-    found: list[int] = xp.flatnonzero(~(largest < threshold)).tolist()
-    return found
+    return [*xp.flatnonzero(~(largest < threshold)).tolist()]
 
 
 def _columns(columns: Sequence[int], channels: int) -> npt.NDArray[np.int32]:

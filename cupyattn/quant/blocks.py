@@ -372,6 +372,15 @@ def check_blocks(strategy: str, block_size: int) -> None:
         )
 
 
+def check_weight_of(weight: Any, codes: Any) -> None:
+    """Raise ValueError for a weight of another shape than the codes of a layer."""
+    if tuple(weight.shape) != tuple(codes.shape):
+        raise ValueError(
+            f"weight must be the weight of this layer, {tuple(codes.shape)}, got "
+            f"{tuple(weight.shape)}"
+        )
+
+
 def check_out_dtype(out_dtype: str) -> None:
     """Raise ValueError for a type that weights cannot have."""
     if out_dtype not in STORAGE:

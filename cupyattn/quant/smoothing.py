@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from cupyattn.arrays.interchange import operands
 from cupyattn.arrays.kinds import Array, as_float64
-from cupyattn.errors import UnsupportedError
+from cupyattn.errors import UnsupportedError, shown
+from cupyattn.kernels.limits import is_real
 
 #: Powers of factors, at most.
 MOST_POWER = 60
@@ -57,14 +58,18 @@ def smoothing_factors(
     >>> smoothing_factors(x, np.ones((5, 8))).tolist()
     [1.0, 1.0, 0.125, 1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    if not 0 <= strength <= 1:
-        raise ValueError(f"strength must be from 0 to 1, got {strength!r}")
+    if not is_real(strength) or not 0 <= strength <= 1:
+        raise ValueError(f"strength must be from 0 to 1, got {shown(strength)}")
     given: list[Array] = [*weights] if isinstance(weights, list | tuple) else [weights]
     several = [operands(weights=w)[0] for w in given]
     (x,) = operands(x=x)
+    if not x.ndim:
+        raise ValueError("x must be (..., in), got shape ()")
     if not several or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in several):
         shapes = ", ".join(str(tuple(w.shape)) for w in several) or "none"
         raise ValueError(f"weights must be (out, {x.shape[-1]}), as x has channels, got {shapes}")
+    if not x.shape[-1]:
+        return np.ones(0, np.float32)
     rows = as_float64(x).reshape(-1, x.shape[-1])
     tops = [np.abs(rows).max(axis=0, initial=0.0)]
     tops.append(np.max([np.abs(as_float64(w)).max(axis=0, initial=0.0) for w in several], axis=0))

@@ -284,6 +284,50 @@ def test_another_configuration_needs_no_other_look(tmp_path: Path) -> None:
     assert analyze(path, SMALL).with_config(other) == analyze(path, other)
 
 
+@pytest.mark.parametrize(
+    ("size_x", "size_w"), [(2.0**100, 2.0**30), (2.0**-90, 2.0**-70), (2.0**120, 1.0)]
+)
+@pytest.mark.filterwarnings("error")
+def test_errors_of_layers_do_not_depend_on_units(
+    tmp_path: Path, size_x: float, size_w: float
+) -> None:
+    """Products of these overflow or underflow float32, which said 0 or NaN."""
+    x, w = np.random.default_rng(0).standard_normal((2, 64, 256)).astype(np.float32)
+
+    def errors(of_x: float, of_w: float) -> list[object]:
+        path = write(tmp_path / "x.safetensors", {"a.fc.weight": w * np.float32(of_w)})
+        config = ca.Int8Config(min_elements_for_int8=1)
+        found = analyze(path, config, activations={"a.fc": x * np.float32(of_x)})
+        return [found.choice, found.tensors[0].block_error, found.tensors[0].channel_error]
+
+    assert errors(size_x, size_w) == errors(1, 1)
+
+
+def test_samples_that_are_no_numbers_by_name_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.safetensors", {"a.fc.weight": np.ones((8, 8), np.float32)})
+    with pytest.raises(ValueError, match="'a.fc' must be real numbers, got complex64"):
+        analyze(path, activations={"a.fc": np.ones((2, 8), np.complex64)})
+    with pytest.raises(TypeError, match="activations must map names of layers to arrays"):
+        analyze(path, activations=[np.ones((2, 8))])  # type: ignore[arg-type]
+
+
+def test_another_strategy_needs_another_look(tmp_path: Path) -> None:
+    """An outlier in each row of one block costs blocks one block, and channels all these rows."""
+    w = np.random.default_rng(0).standard_normal((256, 1024)).astype(np.float32)
+    w[:128, 5] = 3000
+    path = write(tmp_path / "x.safetensors", {"a.fc.weight": w})
+    config = ca.Int8Config(min_sqnr_db=9)
+    known = [analyze(path, replace(config, strategy=x)) for x in ("block", "channel")]
+    assert [one.tensors[0].verdict for one in known] == ["int8", "16bit"]
+    with pytest.raises(ValueError, match="is of scales by block, .* of strategy='channel'"):
+        convert(path, tmp_path / "out", known[1].config, analysis=known[0])
+    record = known[0].to_dict()
+    record["config"]["strategy"] = "auto"
+    (tmp_path / "known.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="no usable analysis: its strategy is 'auto'"):
+        Analysis.load(tmp_path / "known.json")
+
+
 @pytest.mark.parametrize("shape", [(2048, 1024), (64, 32768), (2**19, 4)], ids=str)
 def test_memory_is_that_of_the_largest_tensor(tmp_path: Path, shape: tuple[int, int]) -> None:
     w = np.ones(shape, BF16)

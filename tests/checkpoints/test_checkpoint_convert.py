@@ -443,7 +443,11 @@ def test_a_folder_of_someone_else(tmp_path: Path) -> None:
     (tmp_path / "out.partial" / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match="'notes', which no conversion left there"):
         convert(source(tmp_path / "model"), tmp_path / "out", SMALL)
-    assert (tmp_path / "out.partial" / "notes").exists()
+    (tmp_path / "out.partial" / "notes").unlink()
+    write(tmp_path / "out.partial" / "model" / "mine.safetensors", model())
+    with pytest.raises(FileExistsError, match="'model/mine.safetensors', which no conversion"):
+        convert(source(tmp_path / "model"), tmp_path / "out", SMALL)
+    assert (tmp_path / "out.partial" / "model" / "mine.safetensors").exists()
 
 
 # ---- what is read back ---------------------------------------------------------------------------
@@ -513,6 +517,9 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
         arrays[name] = np.full_like(arrays[name], np.nan)
     said = "'patch.weight' has 5400 elements that are NaN or infinite, and 1 more"
     refused(tmp_path, source(tmp_path / "model", arrays), ValueError, said)
+    arrays = {"x": np.array([3e38 + 3e38j, complex(0, np.inf)], np.complex64)}
+    path = source(tmp_path / "complex", arrays)
+    refused(tmp_path, path, ValueError, "'x' has 1 elements that are NaN or infinite")
 
 
 def test_models_that_are_quantised_already(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def test_codes_of_another_library(tmp_path: Path) -> None:
     (w,) = tensors(tmp_path / "back").values()
     assert w.dtype == BF16 and (w == 0.5).all() and w.shape == (20, 30)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == {}
+    with pytest.raises(ValueError, match="give its folder, since of a file alone no config.json"):
+        dequantize(path / "model.safetensors", tmp_path / "other")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,8 @@ def test_codes_that_cannot_be_read(tmp_path: Path, config, arrays, options, said
     assert not (tmp_path / "back").exists()
 
 
-@pytest.mark.parametrize("change", [{"version": 5}, {"dtypes": 3}, {"config": {}}, None])
+@pytest.mark.parametrize("change", [{"version": 5}, {"dtypes": 3}, {"dtypes": {"x": []}},
+                                    {"config": {}}, None])  # fmt: skip
 def test_a_damaged_record(tmp_path: Path, monkeypatch, change) -> None:  # type: ignore[no-untyped-def]
     metadata = conversion._ToInt8.metadata
 

@@ -141,6 +141,7 @@ DATA = bytes(8)
         (raw({"x": {**ONE["x"], "data_offsets": [0]}}, DATA), "malformed shape or place"),
         (raw({"x": entry("F32", [3], 0, 8)}, DATA), "needs 12 bytes and has offsets 0 to 8"),
         (raw({"x": entry("F32", [2**62, 2**62], 0, 8)}, DATA), "needs .* bytes"),
+        (raw({"x": entry("F32", [0, 2**62, 2], 0, 0)}), "'x' has the shape .* no array can have"),
         (raw({"x": entry("F32", [2], 8, 0)}, DATA), "has offsets 8 to 0"),
         (raw({**ONE, "y": entry("F32", [1], 4, 8)}, DATA), "'y' at offset .* overlaps 'x'"),
         (raw({**ONE, "y": entry("F32", [1], 12, 16)}, bytes(16)), "'y' .* leaves a gap after 'x'"),

@@ -131,8 +131,8 @@ def test_an_analysis_keeps_which_layers_are_rotated(tmp_path: Path) -> None:
     (tmp_path / "found.json").write_text(json.dumps(found.to_dict()))
     again = Analysis.load(tmp_path / "found.json")
     assert again == found
-    blocks = again.with_config(ca.Int8Config(min_elements_for_int8=100, strategy="block"))
-    assert {t.rotate for t in blocks.tensors} == {None}
+    plain = again.with_config(ca.Int8Config(min_elements_for_int8=100, rotate=None))
+    assert {t.rotate for t in plain.tensors} == {None}
 
 
 def test_refusals_of_a_configuration() -> None:

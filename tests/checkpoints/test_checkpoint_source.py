@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cupyattn.checkpoints import open_checkpoint
+from cupyattn.checkpoints import convert, open_checkpoint
 from cupyattn.errors import UnsupportedError
 from tests.checkpoints.checkpoint_files import BF16, file_content, model, write, write_shards
 
@@ -115,6 +115,60 @@ def test_a_damaged_index(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match="x.safetensors.index.json"):
         open_checkpoint(tmp_path)
+
+
+def test_shards_that_are_missing_without_an_index_are_missed(tmp_path: Path) -> None:
+    write_shards(tmp_path, halves())
+    index_of(tmp_path).unlink()
+    first, second = sorted(tmp_path.glob("*.safetensors"))
+    second.unlink()
+    with pytest.raises(ValueError, match="has 1 of the 2 shards of 'model', and no index"):
+        open_checkpoint(tmp_path)
+    assert len(open_checkpoint(first).files) == 1
+
+
+def test_a_model_without_a_name_is_not_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "model.safetensors", ARRAYS)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="the model must be a path, got ''"):
+        open_checkpoint("")
+    with pytest.raises(ValueError, match="output must be a path, got ''"):
+        convert(tmp_path, "")
+
+
+def test_an_index_has_the_configuration_and_the_small_files_of_its_folder(tmp_path: Path) -> None:
+    path = write_shards(tmp_path / "model", halves())
+    (path / "config.json").write_text('{"_class_name": "AutoencoderX"}')
+    (path / "LICENSE").write_text("mine")
+    write(path / "other.safetensors", ARRAYS)
+    made = [convert(x, tmp_path / "out", dry_run=True) for x in (path, index_of(path))]
+    assert made[0].files == made[1].files and {"LICENSE", "config.json"} <= made[1].files.keys()
+    assert made[1].left_out == {"other.safetensors": "the index of the model does not name it"}
+    (path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    with pytest.raises(ValueError, match="is quantised already"):
+        convert(index_of(path), tmp_path / "out")
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("x.weight", "sparse", "'x.weight' is sparse_coo, and only dense tensors are read"),
+        ("x.weight", "meta", "'x.weight' is without numbers, and only dense"),
+        ("__metadata__", "cpu", "'__metadata__' is no name of a tensor in safetensors"),
+        ("\ud800", "cpu", r"'\\ud800' is no name of a tensor in safetensors"),
+    ],
+)
+def test_pickled_tensors_that_no_file_holds_are_named(
+    tmp_path: Path, name: str, kind: str, said: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(2, 2, device="meta" if kind == "meta" else "cpu")
+    torch.save({name: x.to_sparse() if kind == "sparse" else x}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=f"model.pt: {said}"):
+        open_checkpoint(tmp_path / "model.pt")
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:

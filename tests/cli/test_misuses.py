@@ -148,6 +148,8 @@ MISUSES: dict[str, list[tuple[str, str]]] = {
         ("convert m.safetensors --output out --max-shard-bytes 0", "--max-shard-bytes must be"),
         ("dequantize m.safetensors --output out", "has no weights with scales"),
         ("kandinsky --model-path m.safetensors", "arguments are required: --output-path"),
+        ("analyze m.safetensors --output x.svg --plot ./x.svg", "--output and --plot both name"),
+        ("kandinsky --model-path= --output-path out", "model_path must be a path, got ''"),
         ("kandinsky --model-path m.safetensors --output-path out", "no transformer of Kandinsky 5"),
         ("kandinsky --model-path m.safetensors --output-path out --tokens 0", "--tokens must be"),
         ("kandinsky --model-path m.safetensors --output-path out --config-path a.json",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyattn as ca
-from cupyattn.diffusion import SnrBins, storage
+from cupyattn.diffusion import Calibrations, SnrBins, storage
 from cupyattn.diffusion.calibration import Calibration
+from cupyattn.diffusion.recordings import RecordedCall, Recording
 from cupyattn.quant.quantizers import scale_of_absmax
 
 DTYPES = (np.float16, ml_dtypes.bfloat16, np.float32)
@@ -70,6 +73,15 @@ def test_percentiles_of_values_to_eight_bits(count, seed, percentile, dtype) -> 
     exact = np.percentile(q.reshape(4, -1), percentile, axis=1, method="inverted_cdf")
     ratio = found.q_scale[0] * 127 / exact
     assert (ratio >= 1 - 1e-6).all() and (ratio <= 1 + 2**-7).all()
+
+
+@pytest.mark.parametrize("of", ["maxima", "values"])
+def test_the_rank_of_a_percentile_is_exact(of: str) -> None:
+    """99.9 of 1,000 is 999, which a product of floats misses: the largest would be the scale."""
+    x = np.ones((1, 1, 1, 1), np.float32)
+    data = [(127 * (2 if i == 500 else 1) * x,) * 2 for i in range(1000)]
+    assert calibrate(data, 99.9, of).q_scale.item() == 1
+    assert calibrate(data, 99.91, of).q_scale.item() == 2
 
 
 def test_scales_of_maxima_never_saturate_what_was_seen() -> None:
@@ -273,3 +285,48 @@ def test_silence_has_scales_too() -> None:
         assert (found.q_scale == 1).all()
         nothing = calibrate([(silent[:, :, :0], silent[:, :, :0])], of=of)
         assert (nothing.q_scale == 1).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_calibrated_layer_is_copied_and_pickled(copied: Any) -> None:
+    data = batches(2)
+    layer = ca.Int8Attention(4, 8, 10, timestep_scales=calibrate(data))
+    q, k = data[0]
+    o, other = (x(q, k, k, 3, mode="balanced") for x in (layer, copied(layer)))
+    assert o.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("[" * 100_000, "recursion"), ('[["a", "x"]]', "call 0 is of 'a' at step 'x'"),
+        ('[[["a"], 0]]', r"call 0 is of \['a'\]"), ('[["a", 1.5]]', "at step 1.5"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_recording_is_named(tmp_path: Path, calls: str, said: str) -> None:
+    path, q = tmp_path / "x.safetensors", np.ones((1, 2, 3, 4), np.float16)
+    Recording([RecordedCall("a", 0, q, q, q)]).save(path)
+    arrays, metadata = storage.read(path)
+    storage.write(path, arrays, {**metadata, "calls": calls})
+    with pytest.raises(ValueError, match=f"holds no usable recording: .*{said}"):
+        Recording.load(path)
+    storage.write(path, {**arrays, "attention:0:k": q[0]}, metadata)
+    with pytest.raises(ValueError, match="q, k and v of call 0 must have four axes"):
+        Recording.load(path)
+    kind = {"kind": "cupyattn.calibrations", "version": "1"}
+    storage.write(path, {}, {**kind, "layers": "[" * 100_000})
+    with pytest.raises(ValueError, match="holds no usable calibrations"):
+        Calibrations.load(path)
+
+
+def test_a_name_that_a_file_takes_for_attention_is_refused(tmp_path: Path) -> None:
+    inputs = {"attention:x": np.ones((2, 3), np.float32)}  # which loading left out
+    with pytest.raises(ValueError, match="'attention:x' is no name of a layer in a file"):
+        Recording(inputs=inputs).save(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("sigmas", [3.0, [], [[2.0, 1.0]]], ids=str)
+def test_a_schedule_has_one_axis(sigmas: Any) -> None:
+    with pytest.raises(ValueError, match=r"sigmas must be \(steps,\)"):
+        calibrate(batches(1), sigmas=sigmas)

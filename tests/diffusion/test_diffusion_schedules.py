@@ -92,6 +92,8 @@ def test_every_schedule_falls(kind, n) -> None:
         ({"timesteps": 0}, "timesteps must be 1 or more, got 0"),
         ({"sigma_min": 90}, "sigma_min must be at most sigma_max"),
         ({"rho": 0}, "rho must be positive"),
+        ({"rho": 1e-3}, "rho=0.001 is too small: sigma_max=80.0 to the power 1 / rho"),
+        ({"rho": 1e-4, "sigma_max": 0.5}, "sigma_max=0.5 to the power 1 / rho does not fit"),
         ({"kind": "flow", "shift": -1.0}, "shift must be positive and finite, got -1.0"),
         ({"kind": "ddpm", "timesteps": 2000}, "at most train_timesteps=1000, got 2000"),
         ({"kind": "ddpm", "beta_end": 1.0}, "betas must rise from above 0 to below 1"),

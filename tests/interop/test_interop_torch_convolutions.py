@@ -160,6 +160,13 @@ def test_inputs_of_other_shapes_are_refused_in_one_sentence() -> None:
         LinearConvolution(nn.Linear(2, 2))
 
 
+def test_an_input_smaller_than_a_window_is_an_error_as_it_was() -> None:
+    convolution = nn.Conv2d(3, 4, (1, 2), stride=(1, 2))
+    for layer in (convolution, LinearConvolution(convolution)):
+        with pytest.raises(RuntimeError, match=r"Kernel size can't be|one window, \(1, 2\), got"):
+            layer(torch.ones(2, 3, 5, 1))
+
+
 def test_an_embedding_of_patches_becomes_int8_by_itself() -> None:
     """By its name it keeps 16 bits in a whole model."""
     torch.manual_seed(0)

@@ -199,6 +199,21 @@ def test_a_state_dict_without_numbers_is_assigned() -> None:
         plain.load_state_dict(state, assign=True)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_scales_and_factors_that_are_loaded_stay_float32(assign: bool) -> None:
+    smooth = torch.ones(linear().in_features)
+    options = {"strategy": "channel", "smooth": smooth, "backend": "mirror"}
+    layer, into = (Int8Linear.from_linear(linear(), **options) for _ in range(2))
+    state = {n: x.double() if x.is_floating_point() else x for n, x in layer.state_dict().items()}
+    state["bias"] = layer.bias
+    into.load_state_dict(state, assign=assign)
+    assert into.weight_scale.dtype == into.weight_smooth.dtype == torch.float32
+    x = rows()
+    assert torch.equal(into(x), layer(x))
+    with pytest.raises(RuntimeError, match="weight_scale must be of a float type, got torch.int32"):
+        into.load_state_dict({**state, "weight_scale": layer.weight_scale.int()}, assign=assign)
+
+
 @pytest.mark.parametrize("rotate", slow_unless(lambda _, rotate: rotate == "hadamard", ROTATIONS))
 def test_graphs_have_the_layer(rotate: str) -> None:
     layers = [

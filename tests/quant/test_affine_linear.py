@@ -116,6 +116,8 @@ def test_what_it_refuses() -> None:
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: layer(x[:, :7]), ValueError, r"x must have shape \(..., 130\), got \(5, 7\)"),
         (lambda: layer(x, out_dtype="int8"), ValueError, "out_dtype must be"),
+        (lambda: layer.error(x, w, "int8"), ValueError, "out_dtype must be"),
+        (lambda: layer.error(x, w[:3]), ValueError, r"weight of this layer, \(9, 130\), got \(3,"),
         (lambda: ca.AffineInt8Linear.from_weight(w[0]), ValueError, "weight must have 2 or more"),
         (lambda: ca.AffineInt8Linear(*arrays[:2], arrays[2][:3]), ValueError,
          r"zeros must be int32 of shape \(9, 1\), one for each channel, got int32 of shape \(3, 1"),

@@ -20,6 +20,7 @@ from cupyattn.ops.linear import outlier_columns
 from cupyattn.plans.act_quant import padded, plan_act_quant
 from cupyattn.problem import gemm_form
 from cupyattn.quant.activation import ACTIVATIONS
+from cupyattn.quant.smoothing import smoothing_factors
 from cupyattn.reference.gemm import activate
 from tests.faults.fault_patches import check_found, put_a_line_in_place
 from tests.quant.quant_inputs import DTYPES, operand, same_bytes
@@ -219,11 +220,23 @@ LAYER = ca.Int8Linear.from_weight(W, outlier_columns=[1])
             "outlier_dtype must be",
         ),
         (lambda: ca.act_quant(W, 64, backend="interpret"), UnsupportedError, "blocks of 128"),
+        (lambda: LAYER.error(W, W[:5]), ValueError, r"weight of this layer, \(6, 200\), got"),
+        (lambda: LAYER.error(W[:, :9], W), ValueError, r"x must have shape \(..., 200\)"),
+        (lambda: LAYER.error(W, W, "int8"), ValueError, "out_dtype must be .* got 'int8'"),
+        (lambda: outlier_columns(np.float32(3)), ValueError, r"x must be \(..., in\), got"),
+        (lambda: outlier_columns(W, np.nan), ValueError, "threshold must be a number, got nan"),
+        (lambda: smoothing_factors(W, W, "a"), ValueError, "strength must be .* got 'a'"),
+        (lambda: smoothing_factors(W[0, 0], W), ValueError, r"x must be \(..., in\), got"),
     ],
 )
 def test_what_cannot_be_is_said(call, error, said) -> None:
     with pytest.raises(error, match=said):
         call()
+
+
+def test_no_samples_have_no_outliers() -> None:
+    assert outlier_columns(W[:0]) == [] and outlier_columns(W[:, :0]) == []
+    assert smoothing_factors(W[:, :0], W[:, :0]).shape == (0,)
 
 
 @pytest.mark.parametrize("kept", [[], [3]])

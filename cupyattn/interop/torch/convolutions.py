@@ -110,6 +110,11 @@ class LinearConvolution(nn.Module):
         ):
             if kernel == 1:
                 x = x[(slice(None),) * axis + (slice(None, None, stride),)]
+            elif x.shape[axis] < kernel:
+                raise RuntimeError(
+                    f"expected an input of at least one window, {tuple(self.kernel_size)}, got "
+                    f"{tuple(x.shape[2:])}"
+                )
             else:  # windows are adjacent; a remainder at the end belongs to none
                 x = x.narrow(axis, 0, x.shape[axis] // kernel * kernel)
         batch, channels, *sizes = x.shape

@@ -427,6 +427,10 @@ class Int8Linear(torch.nn.Linear):
         if refusal := self._unfit(state_dict, prefix):
             error_msgs.append(refusal)
             return
+        for name in (prefix + "weight_scale", prefix + SMOOTH):
+            given = state_dict.get(name)
+            if isinstance(given, Tensor) and given.dtype != torch.float32:  # assign=True keeps it
+                state_dict = {**state_dict, name: given.float()}
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -440,6 +444,8 @@ class Int8Linear(torch.nn.Linear):
                 f"{codes.dtype} of shape {tuple(codes.shape)}: load weights that are no codes "
                 "before replace_linear_with_int8, or after restore()"
             )
+        if isinstance(scales, Tensor) and not scales.is_floating_point():
+            return f"{prefix}weight_scale must be of a float type, got {scales.dtype}"
         if (codes is None) != (scales is None):
             present, absent = CODES, "weight_scale"
             if codes is None:

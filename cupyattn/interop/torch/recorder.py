@@ -326,9 +326,9 @@ def record(
 
     Notes
     -----
-    Each call is copied to the host, which waits for a device. Of a linear layer's input, 64 evenly
-    spaced rows of each call are kept. Attention within `torch.nn.MultiheadAttention` is not
-    recorded, because torch shows only that function, not the operands of attention.
+    Each call is copied to the host, which waits for a device. Of a linear layer's input, up to
+    64 evenly spaced rows of each call are kept. Attention within `torch.nn.MultiheadAttention` is
+    not recorded, because torch shows only that function, not the operands of attention.
 
     Examples
     --------
