@@ -129,8 +129,8 @@ def test_each_of_two_models_is_named_with_its_blocks() -> None:
     )
     handle = interop.accelerate(pipe, log=None)
     assert handle.report().lines[0] == (
-        "WanPipeline: accuracy 'full', transformer and transformer_2: 2 WanTransformerBlock "
-        "compiled with fullgraph=True"
+        "WanPipeline: attention's accuracy 'full', transformer and transformer_2: "
+        "2 WanTransformerBlock compiled with fullgraph=True"
     )
     handle.restore()
     only = interop.accelerate(pipe, exclude="^transformer_2[.]", log=None)

@@ -39,7 +39,8 @@ def summary_lines(
         return text if name in undone and not is_native else ""
 
     found = (
-        f"{type(target).__name__}: accuracy {request.accuracy!r}, {_compiled(parts, request)}"
+        f"{type(target).__name__}: attention's accuracy {request.accuracy!r}, "
+        f"{_compiled(parts, request)}"
         f"{'; restored since' if is_native else since('compiled', '; not compiled any more')}",
         f"{_layers(parts)}{since('linear')}",
         f"{_attention(parts, attention)}{since('attention')}",
