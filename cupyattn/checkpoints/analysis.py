@@ -203,7 +203,8 @@ class Analysis:
         if config.strategy != own:
             raise ValueError(
                 f"the analysis of {self.source!r} is of scales by {own}, whose errors are not "
-                f"those of strategy={config.strategy!r}: analyze with that, or leave one out"
+                f"those of strategy={config.strategy!r}: analyze the model by that strategy, or "
+                "leave it out"
             )
         judged = (judge(t, config) for t in self.tensors)
         return replace(self, config=config, tensors=tuple(judged))

@@ -56,7 +56,7 @@ def check_outputs(args: argparse.Namespace) -> None:
     Parameters
     ----------
     args : argparse.Namespace
-        Its flags. All values that name files are inputs, except those of `OUTPUTS`.
+        The flags of a command. Files that flags outside of `OUTPUTS` name are inputs.
     """
     read = list(_files_read(args))
     written: dict[str, str] = {}

@@ -128,8 +128,8 @@ def attention_backward(
     -----
     After a forward pass in INT8 the same call gives 16-bit gradients of the 16-bit operands with
     that pass's out and lse: quantising counts as the identity (straight-through), as fine-tuning
-    wants it. P is then off by the factor exp(lse of 16 bits - lse), which grows with the scores:
-    where scores of tens are common, give out and lse of a call in 16 bits.
+    wants it. P is then off by the factor exp(lse of 16 bits - lse), which grows with the scores.
+    Where scores of tens are common, give out and lse of a call in 16 bits.
 
     For any `out` and `lse`, the result is within `cupyattn.gradients.backward_bound`, which
     docs/MATH_REFERENCE.md derives.

@@ -487,13 +487,15 @@ def section(record: Mapping[str, Any]) -> str:
             lines += [*recording.markdown(header, of_table), ""]
     where = f"{environment['device']['name']}, revision {environment['revision'][:10]}"
     others = [
-        f"{row['model']} on {row['device']}, revision {row['revision'][:10]}"
+        f" {row['model']}: {row['device']}, revision {row['revision'][:10]}."
         for row in record["rows"]
         if row.get("revision", environment["revision"]) != environment["revision"]
     ]
-    where += f" ({'; '.join(others)})" if others else ""
-    return "\n".join([*lines, RECIPE, "", f"`{recording.command_now(record)}` on {where}, "
-                      f"torch {record['torch']}, diffusers {record['diffusers']}."])  # fmt: skip
+    source = (
+        f"`{recording.command_now(record)}` on {where}, torch {record['torch']}, "
+        f"diffusers {record['diffusers']}.{''.join(others)}"
+    )
+    return "\n".join([*lines, RECIPE, "", source])
 
 
 def update_page(record: Mapping[str, Any]) -> None:
